@@ -1,0 +1,47 @@
+"""The `pilotage` command. One file a verb; a verb parses its options, calls one function and prints the result.
+
+Verbs import what they need inside their function: `pilotage --help` must not pay for torch or vllm.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+
+import typer
+
+from pilotage.core.errors import PilotageError
+
+app = typer.Typer(
+    name="pilotage",
+    help="Take a Hugging Face causal language model to a verified vLLM deployment on a new target.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _register_verbs() -> None:
+    """Each module of this package that defines `verb(app)` adds itself, in the order of its `ORDER`."""
+    modules = [
+        importlib.import_module(f"{__name__}.{found.name}")
+        for found in pkgutil.iter_modules(__path__)
+        if not found.name.startswith("_")
+    ]
+    for module in sorted(modules, key=lambda module: module.ORDER):
+        module.verb(app)
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line on standard error and exit code 2."""
+    _register_verbs()
+    try:
+        app()
+    except PilotageError as error:
+        print(f"pilotage: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("pilotage: interrupted; run the same command again to resume", file=sys.stderr)
+        sys.exit(130)

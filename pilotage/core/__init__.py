@@ -1,0 +1,1 @@
+"""Nouns, errors, the tap and safe storage: what every other package may rely on."""

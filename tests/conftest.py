@@ -1,0 +1,31 @@
+"""Fixtures that every test may use.
+
+Tiny checkpoints are perturbed on purpose: a freshly initialised tiny model hides most porting faults (biases are 0,
+norms 1, weights small), and symmetric shapes hide the rest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# Two cores: a test that wants more threads asks for them itself.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Build (once per session) a tiny perturbed checkpoint: `tiny("gemma3", seed=3, sliding_window=12)`."""
+    from pilotage.arch import tiny as tiny_models
+
+    cache = tmp_path_factory.mktemp("tiny")
+
+    def build(name: str, seed: int = 0, **overrides: object) -> Path:
+        return tiny_models.build(name, seed=seed, overrides=overrides or None, cache=cache)
+
+    return build

@@ -1,0 +1,42 @@
+# Two targets are all that a newcomer needs: `make demo` and `make test`. Both set up whatever is missing.
+VENV ?= .venv
+BIN := $(VENV)/bin
+MODEL ?= gemma3-270m
+
+.PHONY: help setup demo test test-all check format docs clean
+
+help:
+	@echo "make demo      set everything up and onboard $(MODEL), from checkpoint to report"
+	@echo "make test      set everything up and run the tests (under 15 minutes on 2 cores)"
+	@echo "make test-all  the slow tests too: real weights, 20 seeds of every model, full fault table"
+	@echo "make check     formatting, lint, types, import layers"
+	@echo "make format    apply the formatting"
+	@echo "make docs      regenerate what is generated in docs/ and README tables"
+	@echo "make setup     only the environment, in $(VENV)"
+
+setup:
+	@VENV=$(VENV) bash scripts/setup.sh
+
+demo: setup
+	$(BIN)/pilotage onboard $(MODEL)
+
+test: setup
+	@bash scripts/install-chromium.sh
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: setup
+	@bash scripts/install-chromium.sh
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) .setup .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

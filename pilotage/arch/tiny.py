@@ -1,0 +1,261 @@
+"""Tiny checkpoints on which porting faults show, the same bytes on every machine.
+
+A freshly initialised small model hides most faults: its biases are 0, its norms 1 and its attention nearly uniform.
+Here matrices are scaled up, every one-dimensional parameter is moved off its neutral value, and no two sizes that a
+port could confuse are equal: the head size is not hidden / heads, the query scale is not the head size, the two RoPE
+bases differ, the window is shorter than any useful prompt.
+
+Weights depend on the seed, the tensor's name and its shape alone, so a checkpoint with one configuration field changed
+(`overrides`) holds the same weights: that is how a fault is planted without touching a model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from pilotage.arch.lock import built_once
+from pilotage.arch.tiny_tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE, write_tokenizer
+from pilotage.core import store
+from pilotage.core.errors import BadInput
+
+# Part of the cache key: change it whenever the same arguments would give other bytes.
+RECIPE = 1
+
+_COMMON: dict[str, Any] = {
+    "dtype": "float32",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 60,
+    "intermediate_size": 92,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "use_cache": True,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+}
+
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama3": {
+        **_COMMON,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "gemma3": {
+        **_COMMON,
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 11,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+        },
+    },
+    "qwen2": {
+        **_COMMON,
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "qwen3": {
+        **_COMMON,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+}
+# Qwen 2 has biases on q, k and v whatever `attention_bias` says, and transformers has no such field for it.
+del _CONFIGS["qwen2"]["attention_bias"]
+
+NAMES = tuple(sorted(_CONFIGS))
+
+# Standard deviation of each matrix. Queries and keys are large so that attention is sharp enough for position and
+# window faults to move the logits; where the model normalises the result again (q/k norms, Gemma's post norms) a small
+# projection keeps the norm's epsilon visible in fp32.
+_STD = {
+    "q_proj": 0.16,
+    "k_proj": 0.16,
+    "v_proj": 0.16,
+    "o_proj": 0.10,
+    "gate_proj": 0.16,
+    "up_proj": 0.16,
+    "down_proj": 0.10,
+    "embed_tokens": 0.30,
+    "lm_head": 0.30,
+}
+_STD_GEMMA3 = {**_STD, "q_proj": 0.05, "k_proj": 0.05, "o_proj": 0.02, "down_proj": 0.02}
+_STD_VECTOR = 0.3
+# With a tied head a large embedding makes every token predict itself: keep it small, and let the last norm scale up.
+_STD_TIED_EMBEDDING = 0.05
+_TIED_LAST_NORM = 5.0
+
+
+def build(name: str, *, seed: int = 0, overrides: Mapping[str, Any] | None = None, cache: Path | None = None) -> Path:
+    """Build a tiny fp32 checkpoint with tokenizer, once, and return its directory.
+
+    Args:
+        name: one of `NAMES`.
+        seed: another seed gives other weights of the same shapes.
+        overrides: configuration fields to replace, e.g. `{"sliding_window": 17}`; weights whose shape is unchanged stay
+            the same bytes.
+        cache: where to build; `store.home() / "tiny"` by default.
+
+    Raises:
+        BadInput: unknown name, or an override of a field that this configuration does not have.
+    """
+    config = config_dict(name, overrides)
+    key = hashlib.sha256(json.dumps([RECIPE, config], sort_keys=True).encode()).hexdigest()[:10]
+    path = (cache if cache is not None else store.home() / "tiny") / f"{name}-{seed}-{key}"
+
+    def write(directory: Path) -> None:
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        ids = {field: config[field] for field in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        (directory / "generation_config.json").write_text(json.dumps({"_from_model_config": True, **ids}) + "\n")
+        write_tokenizer(directory)
+        save_file(tensors(config, seed), directory / "model.safetensors", metadata={"format": "pt"})
+
+    return built_once(path, write)
+
+
+def config_dict(name: str, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the contents of config.json for `name` with `overrides` applied (see `build`)."""
+    if name not in _CONFIGS:
+        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
+        raise BadInput(
+            f"no tiny model is called {name!r}; the nearest is {near!r}",
+            where=f"tiny:{name}",
+            do=f"use one of {', '.join('tiny:' + known for known in NAMES)}",
+        )
+    config = json.loads(json.dumps(_CONFIGS[name]))
+    for field, value in (overrides or {}).items():
+        if field not in config:
+            near = difflib.get_close_matches(field, list(config), n=1, cutoff=0.0)[0]
+            raise BadInput(f"tiny:{name} has no field {field!r}", where=field, do=f"the nearest is {near!r}")
+        config[field] = value
+    if "num_hidden_layers" in (overrides or {}) and "layer_types" in config and "layer_types" not in (overrides or {}):
+        kinds = config["layer_types"]
+        config["layer_types"] = [kinds[layer % 3] for layer in range(config["num_hidden_layers"])]
+    return config
+
+
+def tensors(config: Mapping[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """Return the checkpoint's tensors by Hugging Face name, fp32."""
+    gemma, tied = config["model_type"] == "gemma3_text", config["tie_word_embeddings"]
+    std = dict(_STD_GEMMA3 if gemma else _STD)
+    if tied:
+        std["embed_tokens"] = _STD_TIED_EMBEDDING
+    result = {}
+    for name, shape in shapes(config).items():
+        noise = _noise(f"{seed}/{name}", shape)
+        if len(shape) == 1:
+            # Gemma's norms multiply by 1 + weight; every other norm multiplies by the weight.
+            neutral = 1.0 if name.endswith("norm.weight") and not gemma else 0.0
+            if tied and name == "model.norm.weight":
+                neutral += _TIED_LAST_NORM
+            result[name] = neutral + _STD_VECTOR * noise
+        else:
+            result[name] = std[name.split(".")[-2]] * noise
+    return result
+
+
+def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every checkpoint tensor by Hugging Face name, in the order of the model."""
+    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    kind = config["model_type"]
+    attention_bias = kind == "qwen2" or config["attention_bias"]
+    layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+    for name, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
+        layer[f"self_attn.{name}.weight"] = (rows, hidden)
+        if attention_bias:
+            layer[f"self_attn.{name}.bias"] = (rows,)
+    layer["self_attn.o_proj.weight"] = (hidden, query)
+    if attention_bias and kind != "qwen2":
+        layer["self_attn.o_proj.bias"] = (hidden,)
+    if kind in ("gemma3_text", "qwen3"):
+        layer |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+    layer["post_attention_layernorm.weight"] = (hidden,)
+    if kind == "gemma3_text":
+        layer |= {"pre_feedforward_layernorm.weight": (hidden,), "post_feedforward_layernorm.weight": (hidden,)}
+    for name, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
+        layer[f"mlp.{name}.weight"] = (rows, columns)
+        if config.get("mlp_bias"):
+            layer[f"mlp.{name}.bias"] = (rows,)
+    result: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for index in range(config["num_hidden_layers"]):
+        result |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    result["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        result["lm_head.weight"] = (config["vocab_size"], hidden)
+    return result
+
+
+def parse(model: str) -> tuple[str, int]:
+    """Split `tiny:gemma3@7` into name and seed.
+
+    Raises:
+        BadInput: what follows `@` is no seed.
+    """
+    match = re.fullmatch(r"tiny:([^@]*)(?:@(\d+))?", model)
+    if not match:
+        raise BadInput("not a tiny model and seed", where=model, do="write tiny:gemma3, or tiny:gemma3@7 for seed 7")
+    return match[1], int(match[2] or 0)
+
+
+def _noise(key: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return noise of mean 0 and variance 1 that any machine computes to the same bits.
+
+    The sum of four 16-bit uniforms from an extendable hash: near enough to a Gaussian, and in exact arithmetic, where
+    library generators differ between processors and versions in the last bit.
+    """
+    count = math.prod(shape)
+    data = bytearray(hashlib.shake_256(key.encode()).digest(8 * count))
+    sums = torch.frombuffer(data, dtype=torch.uint16).to(torch.int64).view(count, 4).sum(-1)
+    centred = (2 * sums - 4 * 65535).double()
+    return (centred * math.sqrt(3.0 / 4.0) / 65536.0).float().view(shape).contiguous()

@@ -1,0 +1,146 @@
+"""`TargetConfig`: what a user may set for this target, under `additional_config={"pilotage": {...}}` of vLLM.
+
+The field names are those of the vLLM Neuron documentation, and `"neuron_config"` is read as the same key, so that a
+command line written for that plugin keeps its meaning here or is refused, never half obeyed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pilotage.core.errors import ConfigError, Unsupported
+
+SECTIONS = ("pilotage", "neuron_config")
+
+
+def _setting(default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"doc": doc, "implemented": True})
+
+
+def _reserved(default: Any, doc: str) -> Any:
+    """Declare a documented key that only its default value is accepted for."""
+    return field(default=default, metadata={"doc": doc, "implemented": False})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetConfig:
+    """Settings of the target; the table in docs/configuration.md is generated from this class."""
+
+    num_batched_tokens_buckets: tuple[int, ...] | None = _setting(
+        None,
+        "Prefill graphs, by number of packed tokens; ascending. None: powers of two from 16 to "
+        "`max_num_batched_tokens`, and that number itself. A smaller largest bucket lowers `max_num_batched_tokens` "
+        "to it.",
+    )
+    num_seqs_buckets: tuple[int, ...] | None = _setting(
+        None,
+        "Decode graphs, by number of requests; ascending. None: powers of two from 1 to `max_num_seqs`, and that "
+        "number itself. A smaller largest bucket lowers `max_num_seqs` to it.",
+    )
+    max_prefill_seqs: int = _setting(
+        4,
+        "Rows of the block table in every prefill graph: up to this many requests share one prefill forward; more are "
+        "run in several.",
+    )
+    kv_segment_size_buckets: tuple[int, ...] | None = _reserved(
+        None, "Prefill that reads cached keys in segments of these sizes. None: the whole prefix at once."
+    )
+    decode_context_length_buckets: tuple[int, ...] | None = _reserved(
+        None, "Decode graphs by context length. None: one graph serves every length."
+    )
+    attention_dp_size: int = _reserved(1, "Data-parallel groups of the attention layers.")
+    mlp_dp_size: int = _reserved(1, "Data-parallel groups of the MLP layers.")
+    embedding_dp_size: int = _reserved(1, "Data-parallel groups of the embedding.")
+    lm_head_dp_size: int = _reserved(1, "Data-parallel groups of the LM head.")
+    ep_degree: int = _reserved(1, "Ranks that share the experts of a layer.")
+    on_device_sampling_config: Mapping[str, Any] | None = _reserved(
+        None, "Sampling inside the graph. None: vLLM's sampler, on the CPU."
+    )
+    tensor_replacement: Mapping[str, Any] | None = _reserved(None, "Reference tensors handed onward inside the graph.")
+    tensor_capture: Mapping[str, Any] | None = _reserved(None, "Tensors recorded inside the graph.")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "additional_config.pilotage") -> TargetConfig:
+        """Build the configuration from plain JSON values.
+
+        Args:
+            values: keys and values as the user wrote them.
+            where: place of `values`, for the error message.
+
+        Raises:
+            ConfigError: a key is unknown (the nearest known one is named) or a value has the wrong type.
+            Unsupported: a documented key that is not implemented here has another value than its default.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"expected an object with keys, got {type(values).__name__}", where=where)
+        known = {item.name: item for item in dataclasses.fields(cls)}
+        parsed: dict[str, Any] = {}
+        for key, value in values.items():
+            if key not in known:
+                raise _unknown_key(key, known, where)
+            if isinstance(value, list):
+                value = tuple(value)
+            if not known[key].metadata["implemented"] and value != known[key].default:
+                raise Unsupported(
+                    f"{key}={value!r} is not implemented; only {known[key].default!r} is",
+                    where=where,
+                    do=f"remove {key}",
+                )
+            parsed[key] = value
+        for key in ("num_batched_tokens_buckets", "num_seqs_buckets"):
+            if parsed.get(key) is not None:
+                _check_buckets(key, parsed[key], where)
+        rows = parsed.get("max_prefill_seqs", known["max_prefill_seqs"].default)
+        if not _is_positive_int(rows):
+            raise ConfigError(f"max_prefill_seqs={rows!r} is not a positive integer", where=where)
+        return cls(**parsed)
+
+    @classmethod
+    def from_additional_config(cls, additional_config: Mapping[str, Any] | None) -> TargetConfig:
+        """Read the section `"pilotage"` (or `"neuron_config"`) of vLLM's `additional_config`.
+
+        Raises:
+            ConfigError: both sections are given, a section is unknown, or its content is wrong.
+        """
+        values = dict(additional_config or {})
+        given = [name for name in SECTIONS if name in values]
+        if len(given) == 2:
+            raise ConfigError('both "pilotage" and "neuron_config" are given', where="additional_config", do="keep one")
+        unknown = [name for name in values if name not in SECTIONS]
+        if unknown:
+            raise _unknown_key(unknown[0], {**dict.fromkeys(SECTIONS), **_field_names(cls)}, "additional_config")
+        return cls.from_dict(values[given[0]], where=f"additional_config.{given[0]}") if given else cls()
+
+
+def _field_names(cls: type[TargetConfig]) -> dict[str, None]:
+    return dict.fromkeys(item.name for item in dataclasses.fields(cls))
+
+
+def _unknown_key(key: str, known: Mapping[str, Any], where: str) -> ConfigError:
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)[0]
+    do = f'did you mean "{near}"?'
+    if where == "additional_config" and near not in SECTIONS:
+        do = f'settings go under "pilotage": {{"pilotage": {{"{near}": ...}}}}'
+    return ConfigError(f'unknown key "{key}"', where=where, do=do)
+
+
+def _is_positive_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _check_buckets(key: str, sizes: Any, where: str) -> None:
+    good = isinstance(sizes, tuple) and sizes and all(_is_positive_int(size) for size in sizes)
+    if not good or list(sizes) != sorted(set(sizes)):
+        shown = list(sizes) if isinstance(sizes, tuple) else sizes
+        raise ConfigError(
+            f"{key}={shown!r} is not a list of positive integers in ascending order",
+            where=where,
+            do=f"write for instance {key}=[16, 64, 256]",
+        )
+
+
+NeuronConfig = TargetConfig

@@ -1,0 +1,221 @@
+"""From what the scheduler wants computed to the fixed-shape inputs of the graphs.
+
+A step may mix requests that decode one token with requests that prefill a chunk. The two run in separate graphs, so a
+step becomes a list of forwards: at most one decode forward and any number of prefill forwards. Shapes are those of
+core/shapes.md, with R the rows of the block table (requests, padded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Kind = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduled:
+    """One request of a step.
+
+    Attributes:
+        row: its row in the input batch.
+        num_tokens: tokens to compute now.
+        fresh: whether it enters (or re-enters) the batch in this step.
+    """
+
+    row: int
+    num_tokens: int
+    fresh: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """Requests that share one run of a graph, by their rows in the input batch, and their token counts."""
+
+    kind: Kind
+    rows: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+
+
+def split(
+    step: Sequence[Scheduled], *, max_tokens: int, max_prefill_seqs: int, decode_token_threshold: int = 1
+) -> list[Forward]:
+    """Split a step into forwards, in the order in which they must run.
+
+    A fresh request runs as prefill even when it needs a single token: the pages it found in the prefix cache may be
+    written in this very step by a request scheduled before it. For the same reason decodes go first and prefills keep
+    the scheduler's order; inside one forward every layer writes its pages before it reads them.
+
+    Args:
+        step: requests in the order in which the scheduler chose them.
+        max_tokens: largest prefill bucket.
+        max_prefill_seqs: rows of the block table in a prefill graph.
+        decode_token_threshold: most tokens of a request that the decode graph takes.
+    """
+    decodes = sorted(
+        (item for item in step if not item.fresh and item.num_tokens <= decode_token_threshold),
+        key=lambda item: item.row,  # rows in batch order, so that the logits need no reordering
+    )
+    forwards = []
+    if decodes:
+        forwards.append(_forward("decode", decodes))
+    group: list[Scheduled] = []
+    for item in step:
+        if not item.fresh and item.num_tokens <= decode_token_threshold:
+            continue
+        full = len(group) == max_prefill_seqs
+        if group and (full or sum(other.num_tokens for other in group) + item.num_tokens > max_tokens):
+            forwards.append(_forward("prefill", group))
+            group = []
+        group.append(item)
+    if group:
+        forwards.append(_forward("prefill", group))
+    return forwards
+
+
+def _forward(kind: Kind, items: Sequence[Scheduled]) -> Forward:
+    return Forward(
+        kind=kind,
+        rows=tuple(item.row for item in items),
+        num_tokens=tuple(item.num_tokens for item in items),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Layers that share a block table.
+
+    Attributes:
+        layer_names: names as in the model's KV spec, e.g. "layers.0.self_attn".
+        block_size: slots in a page.
+        max_blocks_per_seq: columns of the block table.
+    """
+
+    layer_names: tuple[str, ...]
+    block_size: int
+    max_blocks_per_seq: int
+
+
+class StepInputs:
+    """The inputs of one graph: tensors of fixed shape and address, filled in place before each run.
+
+    Padding: a padded token has id 0, position 0, request row 0 and slot -1; a padded row of a prefill has no query
+    and no length; a padded row of a decode has length 1 and reads page 0, which no request owns.
+
+    Attributes:
+        input_ids: [T] int64. positions: [T] int32. sampling_positions: [R] int64, the token rows that need logits.
+        attn_metadata: the documented dictionary by layer name; its tensors are shared by the layers of a group.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        size: int,
+        *,
+        num_rows: int,
+        groups: Sequence[LayerGroup],
+        decode_token_threshold: int = 1,
+    ) -> None:
+        self.kind, self.size, self.num_rows, self.groups = kind, size, num_rows, tuple(groups)
+        self.input_ids = torch.zeros(size, dtype=torch.int64)
+        self.positions = torch.zeros(size, dtype=torch.int32)
+        self.sampling_positions = torch.zeros(num_rows, dtype=torch.int64)
+        self.query_start_loc = torch.zeros(num_rows + 1, dtype=torch.int32)
+        self.seq_lens = torch.zeros(num_rows, dtype=torch.int32)
+        self.cached_seq_len = torch.zeros(num_rows, dtype=torch.int32)
+        self.token_to_req = torch.zeros(size, dtype=torch.int32)
+        self.slot_mappings = [torch.full((size,), -1, dtype=torch.int64) for _ in groups]
+        self.block_tables = [torch.zeros(num_rows, group.max_blocks_per_seq, dtype=torch.int32) for group in groups]
+        max_query_len = decode_token_threshold if kind == "decode" else size
+        self.attn_metadata: dict[str, Any] = {
+            "decode_token_threshold": decode_token_threshold,
+            "positions": self.positions,
+        }
+        for group, slots, table in zip(groups, self.slot_mappings, self.block_tables, strict=True):
+            shared = {
+                "block_table_tensor": table,
+                "slot_mapping": slots,
+                "max_query_len": max_query_len,
+                "block_size": group.block_size,
+                "max_blocks_per_seq": group.max_blocks_per_seq,
+                "decode_token_threshold": decode_token_threshold,
+                "cached_seq_len": self.cached_seq_len,
+                "kv_segment_size": 0,
+                "query_start_loc": self.query_start_loc,
+                "seq_lens": self.seq_lens,
+                "token_to_req": self.token_to_req,
+            }
+            self.attn_metadata.update(dict.fromkeys(group.layer_names, shared))
+        self._np = {
+            name: getattr(self, name).numpy()
+            for name in (
+                "input_ids",
+                "positions",
+                "sampling_positions",
+                "query_start_loc",
+                "seq_lens",
+                "cached_seq_len",
+                "token_to_req",
+            )
+        }
+        self._slots_np = [slots.numpy() for slots in self.slot_mappings]
+        self._tables_np = [table.numpy() for table in self.block_tables]
+        self.clear()
+
+    def clear(self) -> None:
+        """Make every token and row padding."""
+        for array in self._np.values():
+            array.fill(0)
+        for array in (*self._slots_np, *self._tables_np):
+            array.fill(0)
+        for slots in self._slots_np:
+            slots.fill(-1)
+        if self.kind == "decode":
+            self._np["query_start_loc"][:] = np.arange(self.num_rows + 1)
+            self._np["seq_lens"][:] = 1
+            self._np["token_to_req"][:] = np.arange(self.size)
+            self._np["sampling_positions"][:] = np.arange(self.num_rows)
+
+    def fill(
+        self,
+        forward: Forward,
+        *,
+        token_ids: npt.NDArray[np.int32],
+        num_computed: npt.NDArray[np.int32],
+        block_tables: Sequence[npt.NDArray[np.int32]],
+    ) -> None:
+        """Write one forward's tokens, positions, slots and block tables.
+
+        Args:
+            forward: rows and token counts; must fit this graph.
+            token_ids: [max requests, max length] of the whole input batch.
+            num_computed: [max requests] tokens whose keys and values are in the cache already.
+            block_tables: for each group [max requests, >= max_blocks_per_seq] page numbers.
+        """
+        self.clear()
+        rows = np.asarray(forward.rows, dtype=np.int64)
+        counts = np.asarray(forward.num_tokens, dtype=np.int64)
+        n, total = len(rows), int(counts.sum())
+        start = num_computed[rows].astype(np.int64)
+        ends = np.cumsum(counts)
+        local = np.repeat(np.arange(n), counts)  # request row of each token
+        position = np.arange(total) - np.repeat(ends - counts, counts) + np.repeat(start, counts)
+        arrays = self._np
+        arrays["input_ids"][:total] = token_ids[rows[local], position]
+        arrays["positions"][:total] = position
+        arrays["token_to_req"][:total] = local
+        arrays["seq_lens"][:n] = start + counts
+        arrays["cached_seq_len"][:n] = start
+        arrays["sampling_positions"][:n] = ends - 1
+        arrays["query_start_loc"][1 : n + 1] = ends
+        if self.kind == "prefill":
+            arrays["query_start_loc"][n + 1 :] = total
+        for group, source, table, slots in zip(self.groups, block_tables, self._tables_np, self._slots_np, strict=True):
+            table[:n] = source[rows, : group.max_blocks_per_seq]
+            page = table[local, position // group.block_size].astype(np.int64)
+            slots[:total] = page * group.block_size + position % group.block_size

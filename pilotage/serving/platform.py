@@ -1,0 +1,256 @@
+"""The vLLM platform: which worker runs, what the defaults are, and which requests and configurations are refused."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from vllm.platforms.interface import Platform, PlatformEnum
+
+from pilotage.core.config import TargetConfig
+from pilotage.core.errors import ConfigError, PilotageError, Unsupported
+from pilotage.serving import buckets, threads
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+BLOCK_SIZE = 32
+# vLLM's defaults (256 requests, 8,192 tokens) would compile 19 graphs, most of which two cores never fill.
+DEFAULT_MAX_NUM_SEQS = 16
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+FORCE_KEY = "pilotage_force"
+
+# vLLM calls these where it frees accelerator memory, whether or not an accelerator exists; without one they raise.
+torch.accelerator.empty_cache = lambda: None  # type: ignore[assignment]
+torch.accelerator.empty_host_cache = lambda: None  # type: ignore[attr-defined]
+
+
+class PilotagePlatform(Platform):
+    """CPU target on the out-of-tree worker of pilotage.
+
+    It stays an out-of-tree platform for vLLM (`is_cpu()` is false): the branches for vLLM's own CPU platform call C
+    operators that the pure-Python build does not have.
+    """
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    dispatch_key = "CPU"
+    dist_backend = "gloo"
+    # For the few helpers that vLLM compiles itself (ranks of logprobs): not worth a C++ compiler at the first request.
+    simple_compile_backend = "eager"
+
+    @classmethod
+    def pre_register_and_update(cls, parser: Any = None) -> None:
+        """Set what must be in place before vLLM builds its configuration."""
+        _set_batch_defaults()
+        _print_own_errors_without_trace()
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
+        """Choose worker, block size, buckets and compilation mode; refuse what this target does not do.
+
+        Raises:
+            ConfigError: unknown or contradictory settings.
+            Unsupported: a feature of vLLM that this target lacks.
+        """
+        from vllm.config import CompilationMode, CUDAGraphMode
+
+        config = TargetConfig.from_additional_config(vllm_config.additional_config)
+        model_config = vllm_config.model_config
+        parallel, scheduler, cache = (
+            vllm_config.parallel_config,
+            vllm_config.scheduler_config,
+            vllm_config.cache_config,
+        )
+        parallel.worker_cls = "pilotage.serving.worker.PilotageWorker"
+        parallel.disable_custom_all_reduce = True
+        if not cache.user_specified_block_size:
+            cache.block_size = BLOCK_SIZE
+        compilation = vllm_config.compilation_config
+        compilation.mode = CompilationMode.NONE  # our worker compiles whole forwards itself
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.max_cudagraph_capture_size = 0
+        compilation.cudagraph_capture_sizes = []
+        if model_config is None:  # vLLM builds bare configurations in some of its own helpers
+            return
+        _refuse_unsupported(vllm_config)
+        sizes = resolve_buckets(config, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+        token_sizes, seq_sizes = sizes
+        scheduler.max_num_batched_tokens = token_sizes[-1]
+        scheduler.max_num_scheduled_tokens = min(scheduler.max_num_scheduled_tokens or token_sizes[-1], token_sizes[-1])
+        scheduler.max_num_seqs = min(seq_sizes[-1], token_sizes[-1])
+        cls._longest_prompt = None if scheduler.enable_chunked_prefill else token_sizes[-1]
+        threads.set_environment(parallel.world_size)
+
+    # Largest prompt that fits a graph, where prompts are not cut into chunks; set per engine configuration.
+    _longest_prompt: int | None = None
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        """Refuse a request that no graph can hold, or whose forced tokens are unusable.
+
+        Raises:
+            VLLMValidationError: answered as HTTP 400 by the server.
+        """
+        from vllm.exceptions import VLLMValidationError
+
+        token_ids = processed_inputs.get("prompt_token_ids") or []
+        if cls._longest_prompt is not None and len(token_ids) > cls._longest_prompt:
+            raise VLLMValidationError(
+                f"the prompt has {len(token_ids)} tokens; the largest prefill bucket is {cls._longest_prompt} "
+                "(num_batched_tokens_buckets) and chunked prefill is off: shorten the prompt, raise "
+                "max_num_batched_tokens or enable chunked prefill"
+            )
+        forced = (getattr(params, "extra_args", None) or {}).get(FORCE_KEY)
+        if forced is not None and not (
+            isinstance(forced, list | tuple) and all(type(token) is int and token >= 0 for token in forced)
+        ):
+            raise VLLMValidationError(f"extra_args[{FORCE_KEY!r}] must be a list of token ids, got {forced!r}")
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        """Do nothing; must exist, or the multiprocess executor hangs under async scheduling."""
+
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
+        """Keep the block size: no attention backend of vLLM runs here."""
+
+    @classmethod
+    def support_hybrid_kv_cache(cls) -> bool:
+        """Let sliding-window layers free the pages that they can no longer see."""
+        return True
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        return False
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """Import nothing: the pure-Python build of vLLM has no C operators."""
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return "cpu"
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return psutil.virtual_memory().total
+
+    @classmethod
+    def get_current_memory_usage(cls, device: torch.device | None = None) -> float:
+        return float(psutil.Process().memory_info().rss)
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    @classmethod
+    def inference_mode(cls) -> Any:
+        return torch.no_grad()
+
+
+def resolve_buckets(
+    config: TargetConfig, max_num_batched_tokens: int, max_num_seqs: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the prefill buckets in tokens and the decode buckets in requests.
+
+    Raises:
+        ConfigError: a bucket is above vLLM's own limit.
+    """
+    token_sizes = buckets.fit(
+        "num_batched_tokens_buckets",
+        config.num_batched_tokens_buckets,
+        buckets.token_buckets(max_num_batched_tokens),
+        "max_num_batched_tokens",
+    )
+    seq_sizes = buckets.fit(
+        "num_seqs_buckets", config.num_seqs_buckets, buckets.seq_buckets(max_num_seqs), "max_num_seqs"
+    )
+    return token_sizes, seq_sizes
+
+
+def _refuse_unsupported(vllm_config: VllmConfig) -> None:
+    model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
+    refusals = [
+        (model_config.runner_type != "generate", f"runner {model_config.runner_type!r}", "use a generative model"),
+        (vllm_config.speculative_config is not None, "speculative decoding", "remove speculative_config"),
+        (vllm_config.lora_config is not None, "LoRA", "merge the adapter into the checkpoint"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use tensor_parallel_size"),
+        (parallel.data_parallel_size > 1, "data parallelism", "start one server a replica"),
+        (parallel.enable_expert_parallel, "expert parallelism", "remove enable_expert_parallel"),
+        (model_config.quantization is not None, f"quantization {model_config.quantization!r}", "use bf16 or fp32"),
+        (
+            vllm_config.cache_config.cache_dtype != "auto",
+            f"kv_cache_dtype={vllm_config.cache_config.cache_dtype!r}",
+            "use kv_cache_dtype=auto",
+        ),
+        (vllm_config.kv_transfer_config is not None, "KV transfer", "remove kv_transfer_config"),
+        (model_config.enable_prompt_embeds, "prompt embeddings", "remove enable_prompt_embeds"),
+    ]
+    for refused, what, do in refusals:
+        if refused:
+            raise Unsupported(f"{what} is not implemented on this target", where="vLLM configuration", do=do)
+    require_known_architecture(model_config.architectures, model_config.model)
+
+
+def require_known_architecture(architectures: list[str], model: str) -> None:
+    """Raise unless one of `architectures` has a model package, here or registered with vLLM by a plugin.
+
+    Raises:
+        Unsupported: none has; the known ones are named.
+    """
+    from pilotage.serving import loading
+
+    if loading.find_factory(architectures) is None:
+        from pilotage.models import registry
+
+        known = ", ".join(sorted(registry.entries()))
+        raise Unsupported(
+            f"no model package for architecture {', '.join(architectures)} (there are: {known})",
+            where=model,
+            do="write one with `pilotage new`, or register one through the entry point group pilotage.models",
+        )
+
+
+def _set_batch_defaults() -> None:
+    """Give vLLM batch defaults that suit a CPU; what the user states stays."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    def get_batch_defaults(cls: type, world_size: int) -> tuple[dict[Any, int], dict[Any, int]]:
+        contexts = (None, *UsageContext)
+        return (
+            dict.fromkeys(contexts, DEFAULT_MAX_NUM_BATCHED_TOKENS),
+            dict.fromkeys(contexts, DEFAULT_MAX_NUM_SEQS),
+        )
+
+    EngineArgs.get_batch_defaults = classmethod(get_batch_defaults)
+
+
+def _print_own_errors_without_trace() -> None:
+    """Print an uncaught `PilotageError` as one line and leave with its exit code, also under `vllm serve`."""
+    previous = sys.excepthook
+    if getattr(previous, "_pilotage", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, PilotageError):
+            cause = cause.__cause__
+        if cause is None:
+            previous(kind, error, trace)
+            return
+        print(f"pilotage: {cause}", file=sys.stderr)
+        sys.stderr.flush()
+        sys.exit(cause.exit_code)
+
+    hook._pilotage = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+__all__ = ["ConfigError", "PilotagePlatform", "resolve_buckets"]
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from pilotage.core.config import TargetConfig
+from pilotage.core.errors import ConfigError, Unsupported
+from pilotage.model.neuron_config import NeuronConfig
+
+
+def test_both_section_names_mean_the_same() -> None:
+    values = {"num_seqs_buckets": [1, 4]}
+    a = TargetConfig.from_additional_config({"pilotage": values})
+    assert a == TargetConfig.from_additional_config({"neuron_config": values})
+    assert a.num_seqs_buckets == (1, 4)
+    assert TargetConfig.from_additional_config(None) == TargetConfig()
+    assert NeuronConfig is TargetConfig
+    with pytest.raises(ConfigError, match="both"):
+        TargetConfig.from_additional_config({"pilotage": {}, "neuron_config": {}})
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [
+        ({"pilotage": {"num_seq_buckets": [1]}}, "num_seqs_buckets"),
+        ({"pilotage": {"ep_degre": 1}}, "ep_degree"),
+        ({"pilotge": {}}, '"pilotage"'),
+        ({"num_seqs_buckets": [1]}, '{"pilotage": {"num_seqs_buckets": ...}}'),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(given: dict[str, object], near: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        TargetConfig.from_additional_config(given)
+    assert near in str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [[], [4, 1], [1, 1], [0, 1], [1.5], "12", [True], 4], ids=lambda sizes: repr(sizes))
+def test_malformed_buckets_are_refused(sizes: object) -> None:
+    with pytest.raises(ConfigError, match="ascending order"):
+        TargetConfig.from_dict({"num_seqs_buckets": sizes})
+
+
+def test_reserved_keys_are_known_but_only_their_default_is_accepted() -> None:
+    reserved = [item for item in dataclasses.fields(TargetConfig) if not item.metadata["implemented"]]
+    assert len(reserved) >= 9
+    for item in reserved:
+        assert TargetConfig.from_dict({item.name: item.default}) == TargetConfig()
+        with pytest.raises(Unsupported, match=item.name):
+            TargetConfig.from_dict({item.name: 7})
+
+
+def test_every_field_is_documented() -> None:
+    for item in dataclasses.fields(TargetConfig):
+        assert len(item.metadata["doc"]) > 20

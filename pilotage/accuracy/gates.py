@@ -1,0 +1,216 @@
+"""The only place that says pass or fail. Pure functions from statistics to verdicts.
+
+Three outcomes: a claim passes when the whole interval of its statistic is on the good side of the bound, fails when the
+whole interval is on the bad side, and is not measured when the bound lies inside it or there is nothing to measure.
+Rules are joined by AND: no rule that passes can excuse one that fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pilotage.accuracy import metrics
+from pilotage.core.nouns import Status, Verdict
+
+# A tensor against a baseline without controls of its own. 1.2: the largest ratio of pooled errors between clean
+# implementations of one module, measured on six layers of 39 sites, was 1.25 with a propagated input and 1.1 with
+# the reference's input; 1.3 must fail.
+TENSOR_RATIO_BOUND = 1.2
+# How far two independent draws of one error law may lie apart, in standard errors of the log ratio, half of them for
+# the draw itself and half for the interval that must fit under the bound. `pilotage.accuracy.simulate` measures the
+# false alarms that follow.
+NULL_ALLOWANCE = 4.5
+MIN_ELEMENTS = 8
+# In units of an element's own scale. A million Gaussian errors reach 5.
+ELEMENT_BOUND = 12.0
+ELEMENT_TAIL = 3.0
+ROW_BOUND = 3.0
+
+MIN_CONTROLS = 8
+CONTROL_CONFIDENCE = 0.999
+# Controls share much of their arithmetic with the baseline and can agree by luck; a spread below this is not believed.
+MIN_CONTROL_SPREAD = 0.05
+
+# The floor of the fp32 arm in units of float32's eps: its baseline is bitwise equal to the reference at most sites.
+FLOAT32_EPS = 2.0**-23
+RMS_FLOOR = 4 * FLOAT32_EPS
+LINF_FLOOR = 20 * RMS_FLOOR
+GAIN_FLOOR = FLOAT32_EPS / 2
+
+
+def by_interval(low: float, high: float, bound: float) -> Status:
+    """Say on which side of `bound` an interval lies; any NaN is not measured."""
+    if low > bound:
+        return Status.FAIL
+    if high <= bound:
+        return Status.PASS
+    return Status.NOT_MEASURED
+
+
+def by_value(value: float, bound: float) -> Status:
+    """Compare a statistic that has no interval; NaN fails."""
+    return Status.PASS if value <= bound else Status.FAIL
+
+
+def null_allowance(null_se: float, n: int) -> float:
+    """Return the factor by which two draws of one law may differ with `n` clusters and this standard error."""
+    # Student's t over the normal quantile: few clusters estimate their own spread badly.
+    few = metrics.student_t_quantile(0.975, max(n - 1, 1)) / 1.96
+    return math.exp(min(NULL_ALLOWANCE * max(null_se, math.sqrt(1 / n)) * few, 100.0)) if n else math.inf
+
+
+def _ratio_verdict(claim: str, metric: str, ratio: metrics.Ratio, evidence: dict[str, Any]) -> Verdict:
+    bound = TENSOR_RATIO_BOUND * null_allowance(ratio.null_se, ratio.n)
+    if math.isinf(ratio.estimate):
+        status = Status.FAIL
+    elif math.isnan(ratio.estimate):
+        status = Status.PASS  # neither arm has any error in these elements
+    else:
+        status = by_interval(ratio.low, ratio.high, bound)
+    measured = math.isfinite(ratio.estimate)
+    return Verdict(
+        claim=claim,
+        metric=metric,
+        estimate=ratio.estimate if measured else None,
+        interval=(ratio.low, ratio.high) if measured else None,
+        bound=bound,
+        bound_source=(
+            f"{TENSOR_RATIO_BOUND} times what two draws of the baseline's error law may differ by with n={ratio.n}"
+        ),
+        n=ratio.n,
+        status=status,
+        evidence=evidence,
+    )
+
+
+def single(
+    status: Status, claim: str, metric: str, why: str, *, n: int = 0, estimate: float | None = None, **more: Any
+) -> Verdict:
+    """Make a verdict that a property decided rather than a statistic; `why` says which property."""
+    return Verdict(
+        claim=claim, metric=metric, estimate=estimate, bound=None, bound_source=why, n=n, status=status, evidence=more
+    )
+
+
+def three_way(target: Tensor, expected: Tensor, baseline: Tensor, *, rtol: float, name: str) -> list[Verdict]:
+    """Judge a target tensor by the error that a trusted baseline makes against the same expected tensor.
+
+    Args:
+        target: what is tested, any float dtype.
+        expected: the reference, same shape, at a higher precision.
+        baseline: a trusted implementation at the target's precision, same shape.
+        rtol: relative L2 error under which nothing fails (for where the baseline is exact).
+        name: what is compared, for the claims.
+
+    Returns:
+        One verdict for each rule. If any fails the tensor fails; else if any is not measured, it is not measured.
+    """
+    claim = f"{name}: error no larger than the baseline's"
+    if not target.shape == expected.shape == baseline.shape:
+        shapes = f"target {tuple(target.shape)}, expected {tuple(expected.shape)}, baseline {tuple(baseline.shape)}"
+        return [single(Status.FAIL, f"{name}: shapes agree", "shape", shapes)]
+    if expected.numel() == 0:
+        return [single(Status.NOT_MEASURED, claim, "numel", "no elements to compare")]
+    if bool(expected.isnan().any()):
+        return [single(Status.NOT_MEASURED, claim, "finite", "the expected tensor contains NaN")]
+    wrong = int((~metrics.errors(target, expected).isfinite()).sum())
+    if wrong:
+        why = "values that are not finite where expected is, or infinite with another sign"
+        return [single(Status.FAIL, f"{name}: finite", "non_finite", why, n=expected.numel(), estimate=float(wrong))]
+    if not bool(metrics.errors(baseline, expected).isfinite().all()):
+        return [single(Status.NOT_MEASURED, claim, "finite", "the baseline is not finite where expected is")]
+
+    measured = metrics.tensor_errors(target, expected, baseline)
+    floor = Verdict(
+        claim=f"{name}: relative L2 error within rtol",
+        metric="relative_l2",
+        estimate=measured.relative_l2,
+        bound=rtol,
+        bound_source="rtol, the floor under which nothing fails",
+        n=measured.n,
+        status=Status.PASS,
+        evidence={"baseline": measured.baseline_relative_l2},
+    )
+    if measured.relative_l2 <= rtol:
+        return [floor]
+    evidence = {"relative_l2": measured.relative_l2, "baseline_relative_l2": measured.baseline_relative_l2}
+    if measured.n < MIN_ELEMENTS:
+        why = f"{measured.n} elements over rtol; the ratio of two errors needs at least {MIN_ELEMENTS}"
+        return [single(Status.NOT_MEASURED, claim, "rms_ratio", why, n=measured.n, **evidence)]
+
+    verdicts = [
+        _ratio_verdict(claim, "rms_ratio", measured.rms, evidence),
+        _ratio_verdict(f"{claim} without the largest 1%", "trimmed_rms_ratio", measured.trimmed, {}),
+    ]
+    bound = max(ELEMENT_BOUND, ELEMENT_TAIL * measured.baseline_element)
+    verdicts.append(
+        Verdict(
+            claim=f"{name}: no single element far off",
+            metric="worst_element",
+            estimate=measured.worst_element,
+            bound=bound,
+            bound_source=(
+                f"{ELEMENT_BOUND:g} scales of the element, or {ELEMENT_TAIL:g} times the baseline's third largest"
+            ),
+            n=measured.n,
+            status=by_value(measured.worst_element, bound),
+        )
+    )
+    if measured.worst_row is not None:
+        bound = ROW_BOUND * (1 + math.sqrt(2 * math.log(measured.rows) / measured.row_width))
+        verdicts.append(
+            Verdict(
+                claim=f"{name}: no single row far off",
+                metric="worst_row",
+                estimate=measured.worst_row,
+                bound=bound,
+                bound_source=f"{ROW_BOUND:g} times the largest of {measured.rows} clean rows of {measured.row_width}",
+                n=measured.rows,
+                status=by_value(measured.worst_row, bound),
+            )
+        )
+    return verdicts
+
+
+def two_way(actual: Tensor, expected: Tensor, *, rtol: float, atol: float, name: str) -> Verdict:
+    """Judge (max|actual - expected| - atol) / max|expected| against `rtol`; anything not finite and unequal fails."""
+    claim = f"{name}: close to expected"
+    if actual.shape != expected.shape:
+        shapes = f"actual {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+        return single(Status.FAIL, f"{name}: shapes agree", "shape", shapes)
+    if expected.numel() == 0:
+        return single(Status.NOT_MEASURED, claim, "numel", "no elements to compare")
+    finite = expected[expected.isfinite()].double().abs()
+    largest = float(finite.amax()) if finite.numel() else 0.0
+    excess = max(0.0, float(metrics.errors(actual, expected).abs().amax()) - atol)
+    value = excess / largest if largest else (0.0 if excess == 0 else math.inf)
+    return Verdict(
+        claim=claim,
+        metric="scaled_linf",
+        estimate=value,
+        bound=rtol,
+        bound_source=f"rtol={rtol:g}, after atol={atol:g}",
+        n=expected.numel(),
+        status=by_value(value, rtol),
+    )
+
+
+def control_bound(values: Sequence[float]) -> float:
+    """Return the value that one more clean control would stay under with 99.9% probability.
+
+    A one-sided prediction limit of the logarithms, Student's t with n - 1 degrees of freedom.
+
+    Raises:
+        ValueError: fewer than `MIN_CONTROLS` values, or one that is not positive and finite.
+    """
+    if len(values) < MIN_CONTROLS or not all(0 < value < math.inf for value in values):
+        raise ValueError(f"needs at least {MIN_CONTROLS} positive finite values, got {list(values)}")
+    logs = [math.log(value) for value in values]
+    mean = math.fsum(logs) / len(logs)
+    spread = math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (len(logs) - 1))
+    quantile = metrics.student_t_quantile(CONTROL_CONFIDENCE, len(logs) - 1)
+    return math.exp(mean + quantile * max(spread, MIN_CONTROL_SPREAD) * math.sqrt(1 + 1 / len(logs)))

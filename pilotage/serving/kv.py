@@ -1,0 +1,125 @@
+"""The paged KV cache: what the model asks for, in vLLM's terms, and the pages it is given.
+
+A layer's page holds its keys, then its values, each [num_kv_heads, block_size, head_size] (HND). Layers of different
+groups may share bytes: vLLM hands every page to one group at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pilotage.core.errors import ConfigError
+from pilotage.serving.batch import LayerGroup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+
+LAYOUT = "LBHNC"
+# Pages beyond what the running requests can need, kept for the prefix cache.
+PREFIX_CACHE_SHARE = 0.25
+
+
+def cache_specs(layers: Iterable[Any], block_size: int) -> dict[str, AttentionSpec]:
+    """Translate the model's layer specs (name, num_kv_heads, head_size, dtype, sliding_window) for vLLM."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    specs: dict[str, AttentionSpec] = {}
+    for layer in layers:
+        shape: dict[str, Any] = {
+            "block_size": block_size,
+            "num_kv_heads": layer.num_kv_heads,
+            "head_size": layer.head_size,
+            "dtype": layer.dtype,
+        }
+        if layer.sliding_window is None:
+            specs[layer.name] = FullAttentionSpec(**shape)
+        else:
+            specs[layer.name] = SlidingWindowSpec(**shape, sliding_window=layer.sliding_window)
+    return specs
+
+
+def layer_groups(config: KVCacheConfig, max_model_len: int) -> list[LayerGroup]:
+    """Return the groups of layers that share a block table, in vLLM's order."""
+    return [
+        LayerGroup(
+            layer_names=tuple(group.layer_names),
+            block_size=group.kv_cache_spec.block_size,
+            max_blocks_per_seq=math.ceil(max_model_len / group.kv_cache_spec.block_size),
+        )
+        for group in config.kv_cache_groups
+    ]
+
+
+def allocate(config: KVCacheConfig, specs: Mapping[str, AttentionSpec]) -> dict[str, list[Tensor]]:
+    """Allocate the pages.
+
+    Args:
+        config: vLLM's plan: one buffer, and where each layer's pages lie in it.
+        specs: by layer name.
+
+    Returns:
+        Layer name -> [keys, values], each [num_blocks, num_kv_heads, block_size, head_size], zeroed. The operating
+        system commits the memory page by page as it is first written.
+    """
+    (num_bytes,) = {tensor.size for tensor in config.kv_cache_tensors}
+    buffer = torch.zeros(num_bytes, dtype=torch.int8)
+    caches: dict[str, list[Tensor]] = {}
+    for tensor in config.kv_cache_tensors:
+        for index, name in enumerate(tensor.layers):
+            spec = specs[name]
+            typed = buffer.view(spec.dtype)
+            heads, slots, size = spec.num_kv_heads, spec.block_size, spec.head_size
+            start, stride = tensor.offset + index * tensor.layer_stride, tensor.block_stride
+            item = typed.element_size()
+            if start % item or stride % item:
+                raise AssertionError(f"{name}: pages at byte {start}, stride {stride} are not aligned to {spec.dtype}")
+            pages = typed.as_strided(
+                (config.num_blocks, 2, heads, slots, size),
+                (stride // item, heads * slots * size, slots * size, size, 1),
+                start // item,
+            )
+            caches[name] = [pages[:, 0], pages[:, 1]]
+    return caches
+
+
+def available_bytes(vllm_config: VllmConfig, specs: Mapping[str, AttentionSpec], free_bytes: int) -> int:
+    """Return how many bytes this rank's KV cache gets.
+
+    Enough for `max_num_seqs` requests of `max_model_len` tokens and a share for the prefix cache, but at most
+    `gpu_memory_utilization` of the free memory. The size becomes part of every compiled graph, so where memory is the
+    limit it is rounded down coarsely: a few megabytes more or less free must not compile everything again.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        specs: this rank's layers.
+        free_bytes: memory that this rank may still use.
+
+    Raises:
+        ConfigError: the user's `kv_cache_memory_bytes` is more than there is.
+    """
+    stated = vllm_config.cache_config.kv_cache_memory_bytes
+    if stated:
+        if stated > free_bytes:
+            raise ConfigError(
+                f"{stated:,} bytes are more than the {free_bytes:,} free on this machine for one rank",
+                where="kv_cache_memory_bytes",
+                do="lower it",
+            )
+        return stated
+    per_request = sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs.values())
+    wanted = math.ceil(per_request * vllm_config.scheduler_config.max_num_seqs * (1 + PREFIX_CACHE_SHARE))
+    wanted += 2 * sum(spec.page_size_bytes for spec in specs.values())  # page 0, and rounding between groups
+    limit = int(free_bytes * vllm_config.cache_config.gpu_memory_utilization)
+    return wanted if wanted <= limit else round_down(limit)
+
+
+def round_down(count: int) -> int:
+    """Round down to three significant binary digits."""
+    step = 1 << max(count.bit_length() - 3, 0)
+    return count // step * step

@@ -1,0 +1,91 @@
+"""From vLLM's configuration to a loaded model of a pilotage package."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pilotage.core.config import TargetConfig
+from pilotage.core.errors import BadInput, Unsupported
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def find_factory(architectures: Sequence[str]) -> Any | None:
+    """Return the factory class for the first known of `architectures`, or None.
+
+    Known are the packages of `pilotage.models.registry`, and classes with `from_configs` that a plugin registered with
+    vLLM's own registry, as the guide shows.
+    """
+    from pilotage.models import registry
+
+    entry = registry.find(list(architectures))
+    if entry is not None:
+        return entry.load()
+    from vllm import ModelRegistry
+
+    for architecture in architectures:
+        registered = ModelRegistry.models.get(architecture)
+        module = getattr(registered, "module_name", None)
+        if registered is None or (module or "").startswith("vllm."):
+            continue
+        found = registered.load_model_cls()
+        if hasattr(found, "from_configs"):
+            return found
+    return None
+
+
+@contextlib.contextmanager
+def _built_as(dtype: torch.dtype) -> Iterator[None]:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def load_model(vllm_config: VllmConfig) -> tuple[torch.nn.Module, Any]:
+    """Build the model on the meta device and load this rank's weights.
+
+    Returns:
+        The model, and the ledger that says which checkpoint tensor went where.
+
+    Raises:
+        Unsupported: no model package serves this architecture.
+        BadInput: the checkpoint directory does not exist.
+        WeightError: the checkpoint does not match the model.
+    """
+    model_config = vllm_config.model_config
+    factory = find_factory(model_config.architectures)
+    if factory is None:
+        raise Unsupported(f"no model package for architecture {model_config.architectures}", where=model_config.model)
+    target = TargetConfig.from_additional_config(vllm_config.additional_config)
+    with _built_as(model_config.dtype):
+        model = factory.from_configs(model_config.hf_config, target)
+    ledger = model.load_weights(str(checkpoint(model_config.model)), torch.device("cpu"))
+    model.eval()
+    model.requires_grad_(False)
+    return model, ledger
+
+
+def checkpoint(model: str) -> Path:
+    """Return the local directory of `model`.
+
+    Raises:
+        BadInput: it cannot be found.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if path.is_absolute() or model.startswith("."):
+        raise BadInput("no such directory", where=model)
+    from pilotage.arch import source
+
+    return source.resolve(model)

@@ -1,0 +1,129 @@
+"""Recording of raw logits from inside the running engine, for validation.
+
+At a vocabulary of 262,144 a row is 1 MiB, so rows never pass through vLLM's outputs: each forward writes one
+safetensors file, a few rows at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pilotage.core import store
+from pilotage.serving.batch import Forward
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ROWS = 64
+
+
+def _stream_safetensors(path: Path, logits: Iterator[Tensor], shape: tuple[int, int], index: dict[str, Tensor]) -> None:
+    """Write a safetensors file whose tensor "logits" arrives in pieces.
+
+    Args:
+        path: where the whole file appears at the end.
+        logits: pieces [some rows, V] fp32 that together make `shape`.
+        shape: rows and vocabulary.
+        index: small tensors to store beside it, int64.
+    """
+    header: dict[str, Any] = {}
+    offset = 0
+    sizes = {"logits": ("F32", shape, shape[0] * shape[1] * 4)}
+    sizes |= {name: ("I64", tuple(value.shape), value.numel() * 8) for name, value in index.items()}
+    for name, (dtype, dims, length) in sizes.items():
+        header[name] = {"dtype": dtype, "shape": list(dims), "data_offsets": [offset, offset + length]}
+        offset += length
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+
+    def write(temporary: Path) -> None:
+        with open(temporary, "wb") as out:
+            out.write(len(encoded).to_bytes(8, "little"))
+            out.write(encoded)
+            for piece in logits:
+                out.write(memoryview(piece.float().contiguous().numpy()).cast("B"))
+            for value in index.values():
+                out.write(value.to(torch.int64).contiguous().numpy().tobytes())
+
+    store.write_file(path, write)
+
+
+class Recorder:
+    """Writes one file per forward: `logits` [rows, V] fp32, `position` [rows], `request` [rows].
+
+    `request` counts in the order of `requests.json`, which lists vLLM's request ids. The row at position p predicts
+    the token at p + 1. Rows that a prefix-cache hit did not compute are absent.
+    """
+
+    def __init__(self, directory: Path, *, write: bool) -> None:
+        """Start recording.
+
+        Args:
+            directory: created; should be empty.
+            write: False on ranks that only take part in computing the logits.
+        """
+        self.directory, self.writing = directory, write
+        self.files: list[str] = []
+        self.requests: dict[str, int] = {}
+        if write:
+            directory.mkdir(parents=True, exist_ok=True)
+
+    def add(
+        self,
+        forward: Forward,
+        req_ids: Sequence[str],
+        num_computed: Sequence[int],
+        logits: Tensor,
+        hidden: Tensor,
+        compute_logits: Callable[[Tensor], Tensor],
+    ) -> None:
+        """Record every computed position of a forward.
+
+        Args:
+            forward: its rows and token counts.
+            req_ids: request id of each of its rows.
+            num_computed: tokens computed before this forward, for each row.
+            logits: [rows of the graph, V] of the sampled positions, as the graph returned them.
+            hidden: [tokens of the graph, D] after the final norm.
+            compute_logits: the model's head, for the positions that were not sampled.
+        """
+        numbers = [self.requests.setdefault(req_id, len(self.requests)) for req_id in req_ids]
+        counts = torch.tensor(forward.num_tokens)
+        index = {
+            "position": torch.cat(
+                [torch.arange(done, done + n) for done, n in zip(num_computed, forward.num_tokens, strict=True)]
+            ),
+            "request": torch.repeat_interleave(torch.tensor(numbers), counts),
+        }
+        total = int(counts.sum())
+        sampled = {int(end) - 1: row for row, end in enumerate(counts.cumsum(0))}
+
+        def pieces() -> Iterator[Tensor]:
+            if len(sampled) == total:
+                yield logits[:total]
+                return
+            for first in range(0, total, ROWS):
+                rows = compute_logits(hidden[first : min(first + ROWS, total)]).float()
+                for token, row in sampled.items():  # exactly what the sampler saw
+                    if first <= token < first + rows.shape[0]:
+                        rows[token - first] = logits[row].float()
+                yield rows
+
+        if self.writing:
+            path = self.directory / f"{len(self.files):06d}.safetensors"
+            _stream_safetensors(path, pieces(), (total, logits.shape[1]), index)
+            self.files.append(str(path))
+        else:
+            for _ in pieces():  # the head may contain collectives, which every rank must join
+                pass
+
+    def stop(self) -> list[str]:
+        """Write the list of request ids and return the files, in the order in which they were computed."""
+        if self.writing:
+            store.write_json(self.directory / "requests.json", list(self.requests))
+        return self.files

@@ -1,0 +1,203 @@
+"""The model runner: a scheduler step in, sampled tokens out.
+
+A step is split into forwards (`batch.split`), each run in the graph of its bucket; the logits of all of them are put
+into the order of vLLM's input batch, and vLLM's own sampler takes over. Everything is computed when `sample_tokens`
+returns, so asynchronous scheduling needs no placeholder tokens here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.sample.logits_processor import LogitsProcessors, build_logitsprocs
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.structured_output.utils import apply_grammar_bitmask
+from vllm.v1.worker.gpu_input_batch import InputBatch
+
+from pilotage.core.config import TargetConfig
+from pilotage.serving import batch, buckets
+from pilotage.serving.graphs import Graphs
+from pilotage.serving.record import Recorder
+from pilotage.serving.requests import Requests
+from pilotage.serving.sampling import ForcedTokens, PromptScores
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class ModelRunner:
+    """Runs one rank's share of the model."""
+
+    def __init__(self, vllm_config: VllmConfig, model: torch.nn.Module, kv_cache_config: KVCacheConfig) -> None:
+        """Prepare the batch and the graphs; nothing is compiled yet.
+
+        Args:
+            vllm_config: vLLM's configuration.
+            model: loaded, with its KV cache bound.
+            kv_cache_config: vLLM's plan of the KV cache.
+        """
+        model_config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+        self.config = TargetConfig.from_additional_config(vllm_config.additional_config)
+        self.vllm_config, self.model = vllm_config, model
+        self.vocab_size = model_config.get_vocab_size()
+        self.sampler = Sampler(model_config.logprobs_mode)
+        self.prompt_scores = PromptScores(self.sampler, model_config.logprobs_mode, self.vocab_size)
+        self.requests = Requests(
+            _input_batch(vllm_config, kv_cache_config),
+            self.prompt_scores,
+            async_scheduling=bool(scheduler.async_scheduling),
+        )
+        self.token_buckets = buckets.fit(
+            "num_batched_tokens_buckets",
+            self.config.num_batched_tokens_buckets,
+            buckets.token_buckets(scheduler.max_num_batched_tokens),
+            "max_num_batched_tokens",
+        )
+        self.seq_buckets = buckets.fit(
+            "num_seqs_buckets",
+            self.config.num_seqs_buckets,
+            buckets.seq_buckets(scheduler.max_num_seqs),
+            "max_num_seqs",
+        )
+        self.prefill_seqs = min(self.config.max_prefill_seqs, scheduler.max_num_seqs)
+        self.graphs = Graphs(
+            vllm_config,
+            model,
+            kv_cache_config,
+            token_buckets=self.token_buckets,
+            seq_buckets=self.seq_buckets,
+            prefill_seqs=self.prefill_seqs,
+        )
+        self.recorder: Recorder | None = None
+        self._pending: tuple[SchedulerOutput, list[batch.Scheduled], Tensor, dict[str, Tensor]] | None = None
+
+    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Compute the logits of a step; None means that `sample_tokens` has the answer."""
+        scheduled = self.requests.update(step)
+        if not scheduled:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        rows = self.requests.batch
+        logits: Tensor | None = None
+        hidden: dict[str, Tensor] = {}
+        forwards = batch.split(scheduled, max_tokens=self.token_buckets[-1], max_prefill_seqs=self.prefill_seqs)
+        for forward in forwards:
+            n = len(forward.rows)
+            if forward.kind == "decode":
+                size = buckets.pick(self.seq_buckets, n, "num_seqs_buckets")
+            else:
+                size = buckets.pick(self.token_buckets, sum(forward.num_tokens), "num_batched_tokens_buckets")
+            inputs = self.graphs.inputs[forward.kind, size]
+            inputs.fill(
+                forward,
+                token_ids=rows.token_ids_cpu,
+                num_computed=rows.num_computed_tokens_cpu,
+                block_tables=[table.get_numpy_array() for table in rows.block_table.block_tables],
+            )
+            all_logits, states = self.graphs.run(inputs)
+            ids = [rows.req_ids[row] for row in forward.rows]
+            if self.recorder is not None:
+                computed = [int(rows.num_computed_tokens_cpu[row]) for row in forward.rows]
+                self.recorder.add(forward, ids, computed, all_logits, states, self.model.compute_logits)
+            if self.prompt_scores.wanted:
+                ends = torch.tensor(forward.num_tokens).cumsum(0).tolist()
+                for req_id, end, count in zip(ids, ends, forward.num_tokens, strict=True):
+                    hidden[req_id] = states[end - count : end]
+            if len(forwards) == 1 and forward.rows == tuple(range(rows.num_reqs)):
+                logits = all_logits[:n]
+            else:
+                if logits is None:
+                    logits = all_logits.new_zeros(rows.num_reqs, all_logits.shape[1])
+                logits[list(forward.rows)] = all_logits[:n]
+        assert logits is not None
+        self._pending = (step, scheduled, logits, hidden)
+        return None
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        """Sample from the logits of the step before."""
+        if self._pending is None:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        step, scheduled, logits, hidden = self._pending
+        self._pending = None
+        rows = self.requests.batch
+        logits = logits.float()
+        if grammar is not None:
+            apply_grammar_bitmask(step, grammar, rows, logits)
+        unfinished = self.requests.unfinished_prefills(scheduled)
+        # A row without a token to sample must not use up its request's random numbers: output would depend on how the
+        # prompt was cut into chunks.
+        kept = {row: rows.generators[row].get_state() for row in unfinished if row in rows.generators}
+        output = self.sampler(logits=logits, sampling_metadata=rows.sampling_metadata)
+        for row, state in kept.items():
+            rows.generators[row].set_state(state)
+        sampled = self._agreed(output.sampled_token_ids).tolist()
+        for row in unfinished:
+            sampled[row] = []
+        scores = {}
+        if self.prompt_scores.wanted:
+            scores = self.prompt_scores.collect(self.requests.states, hidden, self.model.compute_logits)
+        self.requests.append(sampled)
+        return ModelRunnerOutput(
+            req_ids=list(rows.req_ids),
+            req_id_to_index=dict(rows.req_id_to_index),
+            sampled_token_ids=sampled,
+            logprobs=output.logprobs_tensors.tolists() if output.logprobs_tensors is not None else None,
+            prompt_logprobs_dict=dict(scores),
+        )
+
+    def _agreed(self, sampled: Tensor) -> Tensor:
+        """Take the first rank's tokens on every rank: they go into every rank's next inputs."""
+        from vllm.distributed import get_tp_group
+
+        group = get_tp_group()
+        if group.world_size > 1:
+            torch.distributed.broadcast(sampled, src=group.ranks[0], group=group.cpu_group)
+        return sampled
+
+    def record_start(self, directory: str) -> None:
+        """Write the raw logits of every position computed from now on to `directory`; see `record.Recorder`."""
+        self.recorder = Recorder(Path(directory), write=self.vllm_config.parallel_config.rank == 0)
+
+    def record_stop(self) -> list[str]:
+        """Stop recording; returns the files in the order in which they were computed."""
+        recorder, self.recorder = self.recorder, None
+        return recorder.stop() if recorder is not None else []
+
+    def receipt(self) -> Mapping[str, Any]:
+        """Return which operators ran and which graphs were compiled."""
+        from pilotage import functional
+
+        return {"operators": functional.receipt(), "buckets": self.graphs.table}
+
+
+def _input_batch(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> InputBatch:
+    model_config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    device = torch.device("cpu")
+    processors = build_logitsprocs(vllm_config, device, False, False, model_config.logits_processors or ())
+    # Last of those that can change the argmax, so that a forced token is forced whatever the others did.
+    processors = LogitsProcessors(
+        (
+            *processors.argmax_invariant,
+            *processors.non_argmax_invariant,
+            ForcedTokens(vllm_config, device, False),
+        )
+    )
+    block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+    return InputBatch(
+        max_num_reqs=scheduler.max_num_seqs,
+        max_model_len=model_config.max_model_len,
+        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        device=device,
+        vocab_size=model_config.get_vocab_size(),
+        block_sizes=block_sizes,
+        max_num_blocks_per_req=[math.ceil(model_config.max_model_len / size) for size in block_sizes],
+        logitsprocs=processors,
+        logitsprocs_need_output_token_ids=True,
+    )

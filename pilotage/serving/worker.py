@@ -1,0 +1,155 @@
+"""The vLLM worker: one process (or the engine's own) that holds one rank's share of the model."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed import (
+    ensure_model_parallel_initialized,
+    get_tp_group,
+    init_distributed_environment,
+)
+from vllm.utils.torch_utils import set_random_seed
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from pilotage import parallel
+from pilotage.core import store
+from pilotage.core.errors import PilotageError
+from pilotage.serving import kv, loading, memory, threads
+from pilotage.serving.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.outputs import ModelRunnerOutput
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# Where a worker leaves what went wrong, for the process that started the engine; see `launch.engine`.
+ERROR_FILE = "PILOTAGE_ERROR_FILE"
+
+
+def _explained(method: Callable[P, R]) -> Callable[P, R]:
+    """Say an error of ours in one line: vLLM only tells its user that "engine core initialization failed"."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except PilotageError as error:
+            print(f"pilotage: {error}", file=sys.stderr, flush=True)
+            if path := os.environ.get(ERROR_FILE):
+                store.write_json(
+                    Path(path),
+                    {"kind": type(error).__name__, "what": error.what, "where": error.where, "do": error.do},
+                )
+            raise
+
+    return call
+
+
+class PilotageWorker(WorkerBase):
+    """Loads a pilotage model, gives it pages, compiles its graphs and runs them."""
+
+    model: torch.nn.Module
+    runner: ModelRunner
+    load_s: float
+
+    @_explained
+    def init_device(self) -> None:
+        """Join the process groups and set threads and seed."""
+        threads.apply()
+        self.device = torch.device("cpu")
+        config = self.vllm_config
+        init_distributed_environment(
+            self.parallel_config.world_size, self.rank, self.distributed_init_method, self.local_rank, "gloo"
+        )
+        ensure_model_parallel_initialized(
+            self.parallel_config.tensor_parallel_size, self.parallel_config.pipeline_parallel_size
+        )
+        group = get_tp_group()
+        parallel.set_tp_group(group.device_group if group.world_size > 1 else None)
+        set_random_seed(config.model_config.seed)  # the same on every rank: they sample alike
+
+    @_explained
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Build the model and load this rank's weights."""
+        if load_dummy_weights:
+            raise NotImplementedError("dummy weights: give a tiny checkpoint instead")
+        start = time.perf_counter()
+        with set_current_vllm_config(self.vllm_config):
+            self.model, self.ledger = loading.load_model(self.vllm_config)
+        self.load_s = time.perf_counter() - start
+
+    def get_model(self) -> torch.nn.Module:
+        return self.model
+
+    def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
+        self.kv_specs = kv.cache_specs(self.model.get_kv_spec().layers, self.cache_config.block_size)
+        return dict(self.kv_specs)
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        return [kv.LAYOUT]
+
+    @_explained
+    def determine_available_memory(self) -> int:
+        free = memory.free_bytes() // self.parallel_config.world_size
+        return kv.available_bytes(self.vllm_config, self.kv_specs, free)
+
+    @_explained
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocate the pages, hand them to the model and prepare the runner."""
+        self.model.bind_kv_cache(kv.allocate(kv_cache_config, self.kv_specs))
+        self.runner = ModelRunner(self.vllm_config, self.model, kv_cache_config)
+
+    @_explained
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        seconds = self.runner.graphs.warm_up()
+        set_random_seed(self.model_config.seed)
+        return CompilationTimes(language_model=seconds, encoder=0.0)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        return self.runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        return self.runner.sample_tokens(grammar_output)
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return ("generate",)
+
+    def execute_dummy_batch(self) -> None:
+        """Do nothing: only data parallelism, refused on this target, needs ranks to step in lockstep."""
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Follow vLLM where it lowers the length to what the memory allows (`max_model_len=-1`)."""
+        self.model_config.max_model_len = max_model_len
+
+    def synchronize_device(self) -> None:
+        """Do nothing: every call here returns when its work is done."""
+
+    def record_start(self, directory: str) -> None:
+        """See `runner.ModelRunner.record_start`."""
+        self.runner.record_start(directory)
+
+    def record_stop(self) -> list[str]:
+        """See `runner.ModelRunner.record_stop`."""
+        return self.runner.record_stop()
+
+    def receipt(self) -> Mapping[str, Any]:
+        """Return the runner's receipt, the load time and the thread count, as JSON values."""
+        receipt = {
+            **self.runner.receipt(),
+            "load_s": self.load_s,
+            "threads": torch.get_num_threads(),
+            "num_blocks": self.cache_config.num_gpu_blocks,
+        }
+        return json.loads(json.dumps(receipt, default=str))

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, ChainableUndefined
 from markupsafe import Markup
 
 import pilotage
@@ -27,7 +27,7 @@ def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("pilotage.report"),
         autoescape=True,
-        undefined=StrictUndefined,
+        undefined=ChainableUndefined,  # a stage may leave out what it did not measure; it is then shown as a dash
         trim_blocks=True,
         lstrip_blocks=True,
     )

@@ -1,0 +1,188 @@
+"""Sail: run the legs in order, keep what is still valid, record what happened, and rebuild the report."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pilotage.core.nouns import Status, worst
+from pilotage.report import page
+from pilotage.report.record import STAGES, StageRecord, stage
+from pilotage.voyage import fingerprint, judge, process
+from pilotage.voyage.course import Leg
+from pilotage.voyage.rundir import RunDir
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """How a voyage ended.
+
+    Attributes:
+        status: the worst of all stages.
+        records: one record a stage, in order; `kept` names those that an earlier run had made.
+        report: the page.
+    """
+
+    status: Status
+    records: list[StageRecord]
+    kept: frozenset[str]
+    report: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watcher:
+    """What the command line wants to hear of: a stage begins, goes on, or has ended."""
+
+    begins: Callable[[str], None] = lambda name: None
+    ticks: Callable[[str, str], None] = lambda name, line: None
+    ended: Callable[[StageRecord, bool], None] = lambda record, kept: None
+
+
+def now() -> str:
+    """The time in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers of this run were measured on."""
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory": f"{memory / 2**30:.0f} GiB",
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def sail(
+    run: RunDir,
+    legs: Sequence[Leg],
+    voyage: Mapping[str, Any],
+    *,
+    skip: Sequence[str] = (),
+    redo: Sequence[str] = (),
+    watcher: Watcher | None = None,
+) -> Arrival:
+    """Run `legs` in `run`, which is prepared and locked.
+
+    Completed stages whose fingerprint is unchanged are kept. Records that no longer fit are removed before anything
+    runs, so that an interruption leaves no stale result. A stage that crashes is recorded as not measured, and the
+    stages that need it are not run.
+
+    Args:
+        run: the run directory.
+        legs: the stages as planned; stages that are not among them are recorded as not measured.
+        voyage: what voyage.json says; must hold "model" and "fingerprint" (the checkpoint's digest).
+        skip: stages not to run, on the user's word; redo: stages to run although their record would be kept.
+        watcher: told what happens.
+
+    Raises:
+        StorageError: the run directory is full or cannot be written.
+    """
+    watcher = watcher or Watcher()
+    run.sweep()
+    digests = {
+        leg.stage: fingerprint.stage(leg.stage, checkpoint_digest=str(voyage["fingerprint"]), options=leg.depends)
+        for leg in legs
+    }
+    kept: dict[str, StageRecord] = {}
+    for found in STAGES:
+        record = run.kept(found.name, digests[found.name]) if found.name in digests else None
+        if record is None or found.name in redo or found.name in skip:
+            run.drop(found.name)
+        else:
+            kept[found.name] = record
+    run.write_voyage(voyage)
+
+    records: dict[str, StageRecord] = {}
+    for leg in legs:
+        if leg.stage in kept:
+            record = kept[leg.stage]
+        else:
+            record = _run_leg(run, leg, digests[leg.stage], records, skip=skip, watcher=watcher)
+            run.write(record)
+        records[leg.stage] = record
+        watcher.ended(record, leg.stage in kept)
+        page.build(run.path)  # after every stage: an interrupted voyage has a report too
+    for found in STAGES:
+        if found.name not in records:
+            record = _not_run(found.name, "the model package has to be written first")
+            run.write(record)
+            records[found.name] = record
+    report = page.build(run.path)
+    ordered = [records[found.name] for found in STAGES]
+    return Arrival(
+        status=worst([record.status for record in ordered]), records=ordered, kept=frozenset(kept), report=report
+    )
+
+
+def _not_run(name: str, reason: str, *, command: str = "") -> StageRecord:
+    return StageRecord(
+        stage=name,
+        status=Status.NOT_MEASURED,
+        summary="not run",
+        reason=reason,
+        completed=False,
+        started=now(),
+        command=command,
+    )
+
+
+def _run_leg(
+    run: RunDir,
+    leg: Leg,
+    digest: str,
+    done: Mapping[str, StageRecord],
+    *,
+    skip: Sequence[str],
+    watcher: Watcher,
+) -> StageRecord:
+    if leg.stage in skip:
+        return _not_run(leg.stage, f"left out by --skip {leg.stage}", command=leg.shown)
+    # A stage that was left out on the user's word does not stop those after it; one that broke does.
+    broken = [name for name in leg.needs if name in done and not done[name].completed and name not in skip]
+    if broken:
+        needed = stage(broken[0]).title.lower()
+        return _not_run(leg.stage, f"needs the {needed} stage, which did not complete", command=leg.shown)
+    watcher.begins(leg.stage)
+    started = now()
+    if leg.result is not None:
+        status, summary, reason = judge.judge(leg.stage, leg.result, 0)
+        return StageRecord(
+            stage=leg.stage,
+            status=status,
+            summary=summary,
+            reason=reason,
+            fingerprint=digest,
+            started=started,
+            result=leg.result,
+        )
+    run.check_space()
+    log = run.log(leg.stage)
+    outcome = process.run(leg.command, log=log, tick=lambda line: watcher.ticks(leg.stage, line))
+    common: dict[str, Any] = {
+        "stage": leg.stage,
+        "fingerprint": digest,
+        "started": started,
+        "seconds": round(outcome.seconds, 3),
+        "command": leg.shown,
+        "exit_code": outcome.exit_code,
+        "log": str(log.relative_to(run.path)),
+    }
+    if outcome.result is None:
+        return StageRecord(
+            status=Status.NOT_MEASURED, summary="did not complete", reason=outcome.error, completed=False, **common
+        )
+    status, summary, reason = judge.judge(leg.stage, outcome.result, outcome.exit_code)
+    return StageRecord(status=status, summary=summary, reason=reason, result=outcome.result, **common)

@@ -62,6 +62,7 @@ CONTROLS: tuple[Control, ...] = (
     Control(name="permuted heads and MLP channels", attention="sdpa", change=_inner(2)),
     Control(name="all permuted", attention="sdpa", change=_both(3)),
     Control(name="all permuted, eager attention", attention="eager", change=_both(4)),
+    Control(name="prefill in chunks, KV cache", attention="sdpa", mode="chunked"),
     Control(name="KV cache", attention="sdpa", mode="cached"),
     Control(name="KV cache, eager attention, all permuted", attention="eager", mode="cached", change=_both(5)),
     Control(name="compiled", attention="sdpa", compiled=True),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -34,12 +35,11 @@ MIN_CONTROLS = 8
 CONTROL_CONFIDENCE = 0.999
 # Controls share much of their arithmetic with the baseline and can agree by luck; a spread below this is not believed.
 MIN_CONTROL_SPREAD = 0.05
-
-# The floor of the fp32 arm in units of float32's eps: its baseline is bitwise equal to the reference at most sites.
-FLOAT32_EPS = 2.0**-23
-RMS_FLOOR = 4 * FLOAT32_EPS
-LINF_FLOOR = 20 * RMS_FLOOR
-GAIN_FLOOR = FLOAT32_EPS / 2
+# A control further off than this is no clean computation of the model, whatever it was meant to be.
+MAX_CONTROL_RATIO = 4.0
+# The floors are where nothing is wrong, so a bound under 1 floor says nothing; the row gain reached 0.92 of its own.
+MIN_MODEL_BOUND = 1.0
+MIN_GAIN_BOUND = 1.5
 
 
 def by_interval(low: float, high: float, bound: float) -> Status:
@@ -214,3 +214,111 @@ def control_bound(values: Sequence[float]) -> float:
     spread = math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (len(logs) - 1))
     quantile = metrics.student_t_quantile(CONTROL_CONFIDENCE, len(logs) - 1)
     return math.exp(mean + quantile * max(spread, MIN_CONTROL_SPREAD) * math.sqrt(1 + 1 / len(logs)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlErrors:
+    """What the gates need to know of a clean control; JSON-serialisable as it is.
+
+    Attributes:
+        name: how the control differs from the baseline.
+        high: upper end of the interval of each RMS ratio, by phase.
+        estimate: the RMS ratio over all rows.
+        worst_row, linf, gain: see `metrics.ModelErrors`.
+    """
+
+    name: str
+    estimate: float
+    high: dict[str, float]
+    worst_row: float
+    linf: float
+    gain: float
+
+    @classmethod
+    def of(cls, name: str, measured: metrics.ModelErrors) -> ControlErrors:
+        return cls(
+            name=name,
+            estimate=measured.rms["all"].estimate,
+            high={phase: ratio.high for phase, ratio in measured.rms.items()},
+            worst_row=measured.worst_row,
+            linf=measured.linf,
+            gain=measured.gain,
+        )
+
+
+def clean(controls: Sequence[ControlErrors]) -> list[ControlErrors]:
+    """Keep the controls that can be believed: measured in full, and within `MAX_CONTROL_RATIO` of the baseline."""
+    return [
+        control
+        for control in controls
+        if control.estimate <= MAX_CONTROL_RATIO
+        and all(
+            0 < value < math.inf for value in (*control.high.values(), control.worst_row, control.linf, control.gain)
+        )
+    ]
+
+
+def whole_model(target: metrics.ModelErrors, controls: Sequence[ControlErrors], *, arm: str, n: int) -> list[Verdict]:
+    """Judge the logits of a model by clean controls of the same model on the same tokens.
+
+    Args:
+        target: errors of the target in units of the baseline's.
+        controls: errors of the controls in the same units.
+        arm: name of the arm, for the claims.
+        n: rows compared.
+
+    Returns:
+        The pooled RMS ratio over all rows and over those of each phase, the worst row, the largest error and, in the
+        fp32 arm, the row gain. Each can fail alone.
+    """
+    used = clean(controls)
+    statistics: list[tuple[str, str, float, tuple[float, float] | None, list[float], float, int]] = []
+    for phase, ratio in target.rms.items():
+        metric = "rms_ratio" if phase == "all" else f"rms_ratio_{phase}"
+        where = "over all rows" if phase == "all" else f"over {phase} rows"
+        highs = [control.high[phase] for control in used if phase in control.high]
+        claim = f"{arm}: logit error {where} is that of a clean implementation"
+        statistics.append((claim, metric, ratio.estimate, (ratio.low, ratio.high), highs, MIN_MODEL_BOUND, ratio.n))
+    others = [
+        ("no single token is far off", "worst_row", target.worst_row, [c.worst_row for c in used], MIN_MODEL_BOUND),
+        ("no single logit is far off", "linf_ratio", target.linf, [c.linf for c in used], MIN_MODEL_BOUND),
+    ]
+    if arm == "float32":
+        # In a half precision rounding moves the gain more than any wrong epsilon does.
+        others.append(("logits are not rescaled", "gain_ratio", target.gain, [c.gain for c in used], MIN_GAIN_BOUND))
+    statistics += [
+        (f"{arm}: {text}", metric, value, None, values, low, n) for text, metric, value, values, low in others
+    ]
+
+    verdicts = []
+    dropped = sorted({control.name for control in controls} - {control.name for control in used})
+    for claim, metric, value, interval, values, least, rows in statistics:
+        evidence: dict[str, Any] = {"controls": {c.name: v for c, v in zip(used, values, strict=False)}}
+        if dropped:
+            evidence["controls_dropped"] = dropped
+        if metric == "worst_row":
+            evidence["row"] = target.worst_index
+        bound: float | None = None
+        if not math.isfinite(value):
+            status, source = Status.FAIL, "not finite where the reference is"
+        elif len(values) < MIN_CONTROLS:
+            status, source = Status.NOT_MEASURED, f"{len(values)} clean controls; a bound needs {MIN_CONTROLS}"
+        else:
+            bound = max(least, control_bound(values))
+            ends = " upper ends" if interval else ""
+            source = f"99.9% prediction limit from the{ends} of {len(values)} clean controls of this model"
+            status = by_interval(*interval, bound) if interval else by_value(value, bound)
+        verdicts.append(
+            Verdict(
+                claim=claim,
+                metric=metric,
+                estimate=value if math.isfinite(value) else None,
+                interval=interval if interval and all(map(math.isfinite, interval)) else None,
+                bound=bound,
+                bound_source=source,
+                n=rows,
+                status=status,
+                evidence=evidence,
+            )
+        )
+    return verdicts

@@ -60,14 +60,16 @@ class Recorder:
     the token at p + 1. Rows that a prefix-cache hit did not compute are absent.
     """
 
-    def __init__(self, directory: Path, *, write: bool) -> None:
+    def __init__(self, directory: Path, *, write: bool, positions: Sequence[int] | None = None) -> None:
         """Start recording.
 
         Args:
             directory: created; should be empty.
             write: False on ranks that only take part in computing the logits.
+            positions: the positions that are recorded, of every request; None for all of them.
         """
         self.directory, self.writing = directory, write
+        self.wanted = None if positions is None else torch.tensor(sorted(positions))
         self.files: list[str] = []
         self.requests: dict[str, int] = {}
         if write:
@@ -82,7 +84,7 @@ class Recorder:
         hidden: Tensor,
         compute_logits: Callable[[Tensor], Tensor],
     ) -> None:
-        """Record every computed position of a forward.
+        """Record the wanted positions of a forward.
 
         Args:
             forward: its rows and token counts.
@@ -100,23 +102,27 @@ class Recorder:
             ),
             "request": torch.repeat_interleave(torch.tensor(numbers), counts),
         }
-        total = int(counts.sum())
+        tokens = torch.arange(int(counts.sum()))
+        if self.wanted is not None:
+            tokens = tokens[torch.isin(index["position"], self.wanted)]
+            index = {name: value[tokens] for name, value in index.items()}
+        if not len(tokens):
+            return
         sampled = {int(end) - 1: row for row, end in enumerate(counts.cumsum(0))}
 
         def pieces() -> Iterator[Tensor]:
-            if len(sampled) == total:
-                yield logits[:total]
-                return
-            for first in range(0, total, ROWS):
-                rows = compute_logits(hidden[first : min(first + ROWS, total)]).float()
-                for token, row in sampled.items():  # exactly what the sampler saw
-                    if first <= token < first + rows.shape[0]:
-                        rows[token - first] = logits[row].float()
-                yield rows
+            for some in tokens.split(ROWS):
+                rows: dict[int, Tensor] = {}
+                others = [token for token in some.tolist() if token not in sampled]
+                if others:
+                    rows = dict(zip(others, compute_logits(hidden[torch.tensor(others)]), strict=True))
+                # What was sampled from is recorded as it was, not computed again.
+                rows |= {token: logits[sampled[token]] for token in some.tolist() if token in sampled}
+                yield torch.stack([rows[token].float() for token in some.tolist()])
 
         if self.writing:
             path = self.directory / f"{len(self.files):06d}.safetensors"
-            _stream_safetensors(path, pieces(), (total, logits.shape[1]), index)
+            _stream_safetensors(path, pieces(), (len(tokens), logits.shape[1]), index)
             self.files.append(str(path))
         else:
             for _ in pieces():  # the head may contain collectives, which every rank must join

@@ -161,9 +161,10 @@ class ModelRunner:
             torch.distributed.broadcast(sampled, src=group.ranks[0], group=group.cpu_group)
         return sampled
 
-    def record_start(self, directory: str) -> None:
-        """Write the raw logits of every position computed from now on to `directory`; see `record.Recorder`."""
-        self.recorder = Recorder(Path(directory), write=self.vllm_config.parallel_config.rank == 0)
+    def record_start(self, directory: str, positions: list[int] | None = None) -> None:
+        """Write the raw logits of every position (of `positions`) computed from now on; see `record.Recorder`."""
+        write = self.vllm_config.parallel_config.rank == 0
+        self.recorder = Recorder(Path(directory), write=write, positions=positions)
 
     def record_stop(self) -> list[str]:
         """Stop recording; returns the files in the order in which they were computed."""

@@ -136,9 +136,9 @@ class PilotageWorker(WorkerBase):
     def synchronize_device(self) -> None:
         """Do nothing: every call here returns when its work is done."""
 
-    def record_start(self, directory: str) -> None:
+    def record_start(self, directory: str, positions: list[int] | None = None) -> None:
         """See `runner.ModelRunner.record_start`."""
-        self.runner.record_start(directory)
+        self.runner.record_start(directory, positions)
 
     def record_stop(self) -> list[str]:
         """See `runner.ModelRunner.record_stop`."""

@@ -19,7 +19,9 @@ from pilotage.accuracy.arms.base import Stream
 from pilotage.core.errors import BadInput, Unsupported
 from pilotage.core.nouns import Observation
 
-Mode = Literal["whole", "cached"]
+Mode = Literal["whole", "cached", "chunked"]
+# Longer than any step of a decode and no multiple of a block or window size.
+CHUNK = 27
 
 
 @contextlib.contextmanager
@@ -88,7 +90,7 @@ class HFArm:
         model: from `load`.
         name: of the arm.
         mode: "whole" computes a stream in one forward without a cache; "cached" prefills the prompt and then feeds the
-            continuation token by token through Hugging Face's KV cache.
+            continuation token by token through Hugging Face's KV cache; "chunked" prefills in chunks as well.
     """
 
     def __init__(self, model: Any, name: str, *, mode: Mode = "whole") -> None:
@@ -100,7 +102,7 @@ class HFArm:
     @torch.inference_mode()
     def observe(self, streams: Sequence[Stream]) -> Observation:
         """See `Arm.observe`."""
-        rows = self._cached if self.mode == "cached" else self._whole
+        rows = self._whole if self.mode == "whole" else self._cached
         return Observation(
             arm=self.name,
             dtype=self.dtype,
@@ -114,19 +116,21 @@ class HFArm:
         return self.model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[0].float()
 
     def _cached(self, stream: Stream) -> Tensor:
-        prompt = [p for p in stream.positions if p < stream.prompt]
-        ids = torch.tensor([stream.tokens])
-        step = self.model(
-            input_ids=ids[:, : stream.prompt],
-            use_cache=True,
-            logits_to_keep=torch.tensor(prompt, dtype=torch.long) if prompt else 1,
-        )
-        rows = [step.logits[0].float()] if prompt else []
-        for position in range(stream.prompt, stream.positions[-1] + 1):
+        end = stream.positions[-1] + 1
+        chunk = CHUNK if self.mode == "chunked" else stream.prompt
+        starts = [*range(0, stream.prompt, chunk), *range(stream.prompt, end)]
+        rows: list[Tensor] = []
+        cache = None
+        for start, stop in zip(starts, [*starts[1:], end], strict=True):
+            wanted = [p - start for p in stream.positions if start <= p < stop]
             step = self.model(
-                input_ids=ids[:, position : position + 1], use_cache=True, past_key_values=step.past_key_values
+                input_ids=torch.tensor([stream.tokens[start:stop]]),
+                use_cache=True,
+                past_key_values=cache,
+                logits_to_keep=torch.tensor(wanted) if wanted else 1,
             )
-            if position in stream.positions:
+            cache = step.past_key_values
+            if wanted:
                 rows.append(step.logits[0].float())
         return torch.cat(rows)
 

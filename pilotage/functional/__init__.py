@@ -1,7 +1,7 @@
 """The operators: `import pilotage.functional as NF`.
 
-Each is a plain-torch definition plus whatever faster implementations have registered for it; `explain()` says what would
-run for a call, `receipt()` what did. They compute one rank's share and know nothing of process groups.
+Each is a plain-torch definition plus whatever faster implementations have registered for it; `explain()` says what
+would run for a call, `receipt()` what did. They compute one rank's share and know nothing of process groups.
 """
 
 from pilotage.functional import sdpa  # noqa: F401  registers its implementations
@@ -17,6 +17,7 @@ from pilotage.functional.projections import (
     mlp,
     o_proj,
     qkv_proj,
+    softcap,
 )
 from pilotage.functional.registry import (
     DEFINITION,
@@ -60,5 +61,6 @@ __all__ = [
     "rope_table",
     "rotary",
     "segmented_attention",
+    "softcap",
     "write_kv",
 ]

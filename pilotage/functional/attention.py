@@ -1,7 +1,8 @@
 """Attention over packed tokens and a paged cache: the definitions.
 
 Layout, everywhere: tokens of all requests lie one after another (`[T, heads, H]`); the cache holds pages
-`[P, K, C, H]`; a request's page ids are a row of `block_table`. `token_to_req` names each token's row, -1 for padding.
+`[P, K, C, H]`; a request's page ids are a row of `block_table`. `token_to_req` names each token's row; tokens from
+`query_start_loc[-1]` on are padding and their row is not looked at.
 A query sees the keys of its own request at positions `<=` its own and, with a window W, `>` its own minus W. Rows of
 padding come out finite and meaningless.
 
@@ -64,9 +65,9 @@ def flash_attention(
     Args:
         q: [T, N, H].
         k, v: [T, K, H], N a multiple of K; head n reads key head n // (N / K).
-        token_to_req: [T] int32, -1 for padding.
+        token_to_req: [T] int32, the request of each token.
         positions: [T] int32.
-        query_start_loc: [B + 1] int32, where each request's tokens start.
+        query_start_loc: [B + 1] int32, where each request's tokens start; the last entry is where padding starts.
         scale: factor on q.k.
         window: number of keys a query sees, itself included; None for all.
         softcap: logits become softcap * tanh(logits / softcap).
@@ -78,7 +79,8 @@ def flash_attention(
     Numerics: products, softmax and sum in fp32, rounded to q's dtype at the end.
     """
     visible_TT = _visible(positions[:, None], positions[None, :], window)
-    visible_TT = visible_TT & (token_to_req[:, None] == token_to_req[None, :]) & (token_to_req[None, :] >= 0)
+    real = _real(q, query_start_loc)
+    visible_TT = visible_TT & (token_to_req[:, None] == token_to_req[None, :]) & real[:, None] & real[None, :]
     state = _accumulate(None, q, k[None], v[None], visible_TT[None], scale, softcap)
     return _finish(state, sinks, q)
 
@@ -106,7 +108,7 @@ def segmented_attention(
         q: [T, N, H].
         k_cache, v_cache: [P, K, C, H]; the chunk's own keys and values are already written.
         block_table: [B, M] int32.
-        token_to_req: [T] int32, -1 for padding.
+        token_to_req: [T] int32, the request of each token.
         positions: [T] int32.
         query_start_loc: [B + 1] int32.
         seq_lens: [B] int32, tokens cached after this step.
@@ -128,7 +130,7 @@ def segmented_attention(
         at = torch.arange(pages.shape[1] * block_size, device=q.device) + first * block_size
         owner = torch.arange(num_reqs, device=q.device).repeat_interleave(at.shape[0])
         visible_TS = _visible(positions[:, None], at.repeat(num_reqs)[None, :], window)
-        visible_TS = visible_TS & (token_to_req[:, None] == owner[None, :])
+        visible_TS = visible_TS & (token_to_req[:, None] == owner[None, :]) & _real(q, query_start_loc)[:, None]
         state = _accumulate(state, q, k_SKH[None], v_SKH[None], visible_TS[None], scale, softcap)
     assert state is not None
     return _finish(state, sinks, q)
@@ -156,12 +158,16 @@ def attention_decode(
 
     Numerics: products, softmax and sum in fp32, rounded to q's dtype at the end.
     """
-    pages_TM = block_table[token_to_req.clamp(min=0)]
+    pages_TM = block_table[token_to_req]
     k_TSKH, v_TSKH = _gather(k_cache, pages_TM), _gather(v_cache, pages_TM)
     at = torch.arange(k_TSKH.shape[1], device=q.device)
-    visible_TS = _visible(positions[:, None], at[None, :], window) & (token_to_req >= 0)[:, None]
+    visible_TS = _visible(positions[:, None], at[None, :], window) & _real(q, query_start_loc)[:, None]
     state = _accumulate(None, q[:, None], k_TSKH, v_TSKH, visible_TS[:, None], scale, softcap)
     return _finish(state, sinks, q[:, None])[:, 0]
+
+
+def _real(q: Tensor, query_start_loc: Tensor) -> Tensor:
+    return torch.arange(q.shape[0], device=q.device) < query_start_loc[-1]
 
 
 def _visible(query_at: Tensor, key_at: Tensor, window: int | None) -> Tensor:

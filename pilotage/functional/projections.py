@@ -65,9 +65,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 @operator
-def qkv_proj(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: tuple[int, ...]
-) -> tuple[Tensor, ...]:
+def qkv_proj(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Project to queries, keys and values (or any group that shares its input) in one product.
 
     Args:
@@ -137,19 +135,26 @@ def mlp(
 
 
 @operator
-def lm_head(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, softcap: float | None = None) -> Tensor:
+def lm_head(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Project hidden rows to logits over (a rank's share of) the vocabulary.
 
     Args:
         x: [rows, D], after the final norm.
         weight: [V, D].
         bias: [V] or None.
-        softcap: logits become softcap * tanh(logits / softcap).
 
     Returns:
         [rows, V] in x's dtype.
 
-    Numerics: as `linear`; the softcap in x's dtype, as in transformers.
+    Numerics: as `linear`.
     """
-    logits = F.linear(x, weight, bias)
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    return F.linear(x, weight, bias)
+
+
+@operator
+def softcap(x: Tensor, *, cap: float) -> Tensor:
+    """Bound smoothly: cap * tanh(x / cap), any shape.
+
+    Numerics: in x's dtype, as transformers caps final logits.
+    """
+    return torch.tanh(x / cap) * cap

@@ -221,7 +221,7 @@ def _describe(value: Any) -> Any:
     return value
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[attr-defined]
+@torch.compiler.assume_constant_result
 def _choose(name: str, values: tuple[Any, ...], keywords: tuple[str, ...]) -> str:
     """Choose, and record the choice. Dynamo calls this while tracing and keeps only the answer."""
     choice = _decide(name, values, keywords, _FORCED.get(name), kernels_disabled())
@@ -230,7 +230,9 @@ def _choose(name: str, values: tuple[Any, ...], keywords: tuple[str, ...]) -> st
 
 
 @functools.lru_cache(maxsize=4096)
-def _decide(name: str, values: tuple[Hashable, ...], keywords: tuple[str, ...], forced: str | None, off: bool) -> Choice:
+def _decide(
+    name: str, values: tuple[Hashable, ...], keywords: tuple[str, ...], forced: str | None, off: bool
+) -> Choice:
     call = _call(name, values, keywords)
     if forced is not None:
         reason = _OPERATORS[name][forced].domain(call)

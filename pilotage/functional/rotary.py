@@ -80,7 +80,9 @@ def rope_frequencies(
 
 def _needed(name: str, value: float | None, kind: str) -> float:
     if value is None:
-        raise Unsupported(f"RoPE of type {kind!r} needs it", where=f"rope_parameters.{name}", do="state it in the config")
+        raise Unsupported(
+            f"RoPE of type {kind!r} needs it", where=f"rope_parameters.{name}", do="state it in the config"
+        )
     return value
 
 

@@ -7,6 +7,8 @@ it reads depends on values. No gradient: under autograd the definition runs.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -40,7 +42,7 @@ def _sdpa_packed(
 ) -> Tensor:
     out = q.new_zeros(q.shape)
     starts = query_start_loc.tolist()
-    for start, end in zip(starts[:-1], starts[1:], strict=True):
+    for start, end in itertools.pairwise(starts):
         if end > start:
             keys, values = k[start:end].transpose(0, 1), v[start:end].transpose(0, 1)
             _attend(q[start:end], keys, values, out[start:end], 0, 0, scale, window, softcap, sinks)

@@ -1,0 +1,18 @@
+"""Modules that hold one rank's weights and keep their communication to themselves."""
+
+from pilotage.nn.embedding import VocabDimShardedEmbedding
+from pilotage.nn.linear import ColumnParallelLinear, LMHead, RowParallelLinear
+from pilotage.nn.norm import RMSNorm
+from pilotage.nn.packing import gated_mlp, pack, project, unpack
+
+__all__ = [
+    "ColumnParallelLinear",
+    "LMHead",
+    "RMSNorm",
+    "RowParallelLinear",
+    "VocabDimShardedEmbedding",
+    "gated_mlp",
+    "pack",
+    "project",
+    "unpack",
+]

@@ -1,0 +1,1 @@
+"""Model definitions, one package per architecture, and the table that finds them."""

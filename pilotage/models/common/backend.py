@@ -1,0 +1,120 @@
+"""Which implementations a model's layers are built from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+
+import pilotage.functional as NF
+import pilotage.nn as pnn
+from pilotage.core.errors import ConfigError
+
+Shard = Literal["column", "row"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendConfig:
+    """The choice of layer classes, passed down through a model's constructor.
+
+    Attributes:
+        linear: "parallel" for layers that hold one rank's share and communicate (serving); "torch" for plain
+            `nn.Linear` and `nn.Embedding`, which a plan shards from outside.
+        rms_norm: "torch", the one there is.
+    """
+
+    linear: str = "parallel"
+    rms_norm: str = "torch"
+
+    def __post_init__(self) -> None:
+        _known("linear", self.linear, ("parallel", "torch"))
+        _known("rms_norm", self.rms_norm, ("torch",))
+
+
+class ScaledEmbedding(nn.Embedding):
+    """`nn.Embedding` whose rows are multiplied by a factor, rounded to their dtype."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, *, scale: float | None) -> None:
+        super().__init__(num_embeddings, embedding_dim)
+        self.scale = scale
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Look up input_ids [...] -> [..., D]."""
+        return NF.embedding(input_ids, self.weight, scale=self.scale)
+
+
+def _known(field: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{value!r} is unknown", where=f"BackendConfig.{field}", do=f"use {' or '.join(known)}")
+
+
+def initialize_linear_module(
+    kind: str,
+    in_features: int,
+    out_features: int,
+    bias: bool = False,
+    *,
+    shard: Shard | None = None,
+    num_shards: int | None = None,
+) -> nn.Module:
+    """Build a linear layer.
+
+    Args:
+        kind: `BackendConfig.linear`.
+        in_features, out_features: of the whole layer, whatever is sharded.
+        bias: whether there is one.
+        shard: "column" divides the outputs over the ranks, "row" the inputs, None nothing.
+        num_shards: distinct shares of a "column" layer where these are fewer than ranks (key/value heads).
+
+    Returns:
+        A module whose `weight` is [out, in] (this rank's share of it) and whose `bias` may be None.
+
+    Raises:
+        ConfigError: an unknown kind.
+        Unsupported: the layer does not divide over the ranks.
+    """
+    _known("linear", kind, ("parallel", "torch"))
+    if kind == "torch":
+        return nn.Linear(in_features, out_features, bias=bias)
+    if shard == "row":
+        return pnn.RowParallelLinear(in_features, out_features, bias)
+    return pnn.ColumnParallelLinear(in_features, out_features, bias, num_shards=num_shards if shard else 1)
+
+
+def initialize_rms_norm_module(kind: str, size: int, *, eps: float, unit_offset: bool = False) -> nn.Module:
+    """Build an RMS norm over `size` features; `unit_offset` for weights stored minus one.
+
+    Raises:
+        ConfigError: an unknown kind.
+    """
+    _known("rms_norm", kind, ("torch",))
+    return pnn.RMSNorm(size, eps=eps, unit_offset=unit_offset)
+
+
+def initialize_embedding_module(
+    kind: str, num_embeddings: int, embedding_dim: int, *, scale: float | None = None
+) -> nn.Module:
+    """Build a token embedding; `scale` multiplies its rows.
+
+    Raises:
+        ConfigError: an unknown kind.
+        Unsupported: the vocabulary does not divide over the ranks.
+    """
+    _known("linear", kind, ("parallel", "torch"))
+    if kind == "torch":
+        return ScaledEmbedding(num_embeddings, embedding_dim, scale=scale)
+    return pnn.VocabDimShardedEmbedding(num_embeddings, embedding_dim, scale=scale)
+
+
+def initialize_lm_head_module(kind: str, in_features: int, vocab_size: int, bias: bool = False) -> nn.Module:
+    """Build the head: hidden rows to logits over the whole vocabulary on every rank.
+
+    Raises:
+        ConfigError: an unknown kind.
+        Unsupported: the vocabulary does not divide over the ranks.
+    """
+    _known("linear", kind, ("parallel", "torch"))
+    build: Callable[..., nn.Module] = nn.Linear if kind == "torch" else pnn.LMHead
+    return build(in_features, vocab_size, bias=bias)

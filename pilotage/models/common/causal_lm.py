@@ -1,0 +1,202 @@
+"""What every causal language model does around its layers when it serves: the runner's side of the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+import pilotage.functional as NF
+from pilotage import weights
+from pilotage.core.errors import ConfigError, Unsupported
+from pilotage.core.tap import tap
+from pilotage.models.common.backend import BackendConfig
+from pilotage.models.common.context import PagedContext
+from pilotage.models.common.kv import KVSpec, LayerSpec
+from pilotage.nn import pack
+from pilotage.parallel import get_tp_group
+
+
+class CausalLM(nn.Module):
+    """Base of the models: forward for flat tokens, cache binding, loading.
+
+    A subclass sets `config_class` and `weight_map`, and in its constructor `model` (the backbone: called with token
+    rows [T, D], positions and a context) and `lm_head`.
+
+    Attributes:
+        config_class: has `from_configs(hf_config, neuron_config)`; its instances have `logit_softcap`.
+        weight_map: from a config to the WeightMap of its checkpoints.
+    """
+
+    config_class: ClassVar[Any]
+    weight_map: ClassVar[Any]
+    model: Any
+    lm_head: Any
+
+    def __init__(self, config: Any, backend: BackendConfig | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.backend = backend or BackendConfig()
+
+    @classmethod
+    def from_configs(cls, hf_config: Any, neuron_config: Any = None) -> Self:
+        """Build the model for one rank, in the current default dtype and device.
+
+        Args:
+            hf_config: the Hugging Face config.
+            neuron_config: the target's `TargetConfig`, or None for its defaults.
+
+        Raises:
+            Unsupported: a value that the model does not implement, named by its key.
+        """
+        return cls(cls.config_class.from_configs(hf_config, neuron_config))
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attn_metadata: Mapping[str, Any],
+        sampling_positions: Tensor,
+        sampling_params: Tensor | None = None,
+        spec_decode_metadata: Any = None,
+        logit_mask: Tensor | None = None,
+        rank: int | Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_token_ids: Tensor | None = None,
+        return_hidden: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute logits of the sampled rows for a step of flat tokens.
+
+        Args:
+            input_ids: [T] integers, padded to the bucket.
+            positions: [T] int32.
+            attn_metadata: see `PagedContext`.
+            sampling_positions: [num_reqs] rows of T that need logits.
+            sampling_params: None; sampling happens outside the graph.
+            spec_decode_metadata: None; rows to verify are given by `sampling_positions`.
+            logit_mask: [num_reqs, V] bool, False for tokens that may not be sampled; None for no mask.
+            rank: the caller's rank; checked against the group's where it is a number.
+            inputs_embeds: [T, D], used where `is_token_ids` is False.
+            is_token_ids: [T] bool; given with `inputs_embeds`.
+            return_hidden: give the hidden rows as well.
+
+        Returns:
+            logits [num_reqs, V] in the model's dtype, whole on every rank; with `return_hidden` also the hidden states
+            [T, D] after the final norm.
+
+        Raises:
+            Unsupported: `sampling_params` or `spec_decode_metadata` is given.
+            ConfigError: one of `inputs_embeds` and `is_token_ids` without the other, or another process's rank.
+        """
+        self._check_arguments(sampling_params, spec_decode_metadata, rank, inputs_embeds, is_token_ids)
+        x = self.embed_input_ids(input_ids)
+        if inputs_embeds is not None and is_token_ids is not None:
+            x = torch.where(is_token_ids[:, None], x, inputs_embeds.to(x.dtype))
+        context = attn_metadata
+        if not isinstance(attn_metadata, PagedContext):
+            context = PagedContext(attn_metadata, positions=positions)
+        hidden = self.model(x, positions, context)
+        logits = self.compute_logits(hidden[sampling_positions])
+        if logit_mask is not None:
+            logits = logits.masked_fill(~logit_mask, float("-inf"))
+        return (logits, hidden) if return_hidden else logits
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Embed input_ids [T] -> [T, D]."""
+        return tap("model.embed_tokens", self.model.embed_tokens(input_ids))
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Project hidden rows [rows, D], after the final norm, to logits [rows, V]."""
+        logits = self.lm_head(hidden)
+        if self.config.logit_softcap is not None:
+            logits = NF.softcap(logits, cap=self.config.logit_softcap)
+        return tap("lm_head", logits)
+
+    def attention_layers(self) -> list[Any]:
+        """The attention modules, in layer order; each has `layer_name`, `num_kv_heads`, `head_size` and `window`."""
+        return [layer.self_attn for layer in self.model.layers]
+
+    def get_kv_spec(self) -> KVSpec:
+        """Say what each layer caches, in the dtype of the weights."""
+        dtype = self.model.embed_tokens.weight.dtype
+        return KVSpec(
+            layers=[
+                LayerSpec(layer.layer_name, layer.num_kv_heads, layer.head_size, dtype, layer.window)
+                for layer in self.attention_layers()
+            ]
+        )
+
+    def bind_kv_cache(self, kv_caches: Mapping[str, Sequence[Tensor]]) -> None:
+        """Give every layer its pages: {layer name: [k_cache, v_cache]}, each [P, K, C, H].
+
+        Raises:
+            ConfigError: a layer without pages, pages without a layer, or pages of another shape.
+        """
+        layers = {layer.layer_name: layer for layer in self.attention_layers()}
+        if layers.keys() != kv_caches.keys():
+            odd = sorted(layers.keys() ^ kv_caches.keys())
+            raise ConfigError(f"layers and pages do not match: {', '.join(odd)}", where="bind_kv_cache")
+        for name, (k_cache, v_cache) in kv_caches.items():
+            layer = layers[name]
+            for cache in (k_cache, v_cache):
+                if cache.ndim != 4 or (cache.shape[1], cache.shape[3]) != (layer.num_kv_heads, layer.head_size):
+                    raise ConfigError(
+                        f"pages have shape {list(cache.shape)}",
+                        where=f"bind_kv_cache, {name}",
+                        do=f"expected [blocks, {layer.num_kv_heads}, block size, {layer.head_size}]",
+                    )
+            layer.kv_cache = (k_cache, v_cache)
+
+    def load_weights(
+        self, checkpoint_path: str | Path, device: torch.device | str = "cpu", cache_dir: str | Path | None = None
+    ) -> Any:
+        """Load this rank's share of a checkpoint, then pack the projections.
+
+        Args:
+            checkpoint_path: directory of safetensors files.
+            device: where the weights go.
+            cache_dir: where the reader may keep its files.
+
+        Returns:
+            The ledger: what became of every tensor.
+
+        Raises:
+            WeightError: the checkpoint does not match the model.
+        """
+        group = get_tp_group()
+        ledger = weights.load_into(
+            self,
+            checkpoint_path,
+            type(self).weight_map(self.config),
+            rank=group.rank,
+            world_size=group.world_size,
+            device=torch.device(device),
+            dtype=self.model.embed_tokens.weight.dtype,
+            cache_dir=cache_dir,
+        )
+        self.pack()
+        return ledger
+
+    def pack(self) -> None:
+        """Let projections that share their input share one product; after `to` or `load_state_dict`, pack again."""
+        for layer in self.model.layers:
+            for members in layer.packable():
+                pack(*members)
+        if self.config.tie_word_embeddings:
+            # Both were loaded from one tensor, to the same shard; hold it once.
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @staticmethod
+    def _check_arguments(
+        sampling_params: Any, spec_decode_metadata: Any, rank: Any, inputs_embeds: Any, is_token_ids: Any
+    ) -> None:
+        for name, value in (("sampling_params", sampling_params), ("spec_decode_metadata", spec_decode_metadata)):
+            if value is not None:
+                raise Unsupported(f"{name} inside the graph is not implemented", where="forward", do="pass None")
+        if (inputs_embeds is None) != (is_token_ids is None):
+            raise ConfigError("inputs_embeds and is_token_ids go together", where="forward")
+        if isinstance(rank, int) and rank != get_tp_group().rank:
+            raise ConfigError(f"rank {rank} was passed in a process of rank {get_tp_group().rank}", where="forward")

@@ -1,0 +1,78 @@
+"""The paged attention context: where attention finds the cache's addresses, so that model code need not."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+import pilotage.functional as NF
+
+
+class AttentionLayer(Protocol):
+    """What the context asks of an attention module."""
+
+    layer_name: str
+    kv_cache: tuple[Tensor, Tensor]
+
+
+class PagedContext(dict[str, Any]):
+    """The metadata of one step, keyed by layer name.
+
+    A dictionary as the guide documents it, e.g. `ctx["layers.0.self_attn"]["slot_mapping"]`, plus the top-level keys
+    `positions` [T] int32 and `decode_token_threshold`. A layer's entry has
+
+    | key | what |
+    |---|---|
+    | block_table_tensor | [B, M] int32 page numbers |
+    | slot_mapping | [T] int64, page * block_size + offset; -1 is padding |
+    | query_start_loc | [B + 1] int32; its last entry is where padding starts |
+    | seq_lens | [B] int32, tokens cached after this step |
+    | cached_seq_len | [B] int32, tokens cached before it; absent or None in a graph for requests with nothing cached |
+    | token_to_req | [T] int32, row of each token in the block table |
+    | max_query_len, decode_token_threshold | ints of the bucket; decode where the first is at most the second |
+    | kv_segment_size | int of the bucket: cached keys read at a time, 0 for all at once |
+    | block_size, max_blocks_per_seq | ints |
+
+    What changes between steps is a tensor; ints are constants of a bucket, or the graph is compiled again.
+    """
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Cache k and v, then attend from q to all that its request has cached.
+
+        Args:
+            layer: the attention module; has `layer_name`, and `kv_cache` once pages are bound.
+            q: [T, N, H], rotated.
+            k, v: [T, K, H], k rotated.
+            scale, window, softcap, sinks: see `NF.flash_attention`.
+
+        Returns:
+            [T, N, H].
+        """
+        meta = self[layer.layer_name]
+        k_cache, v_cache = layer.kv_cache
+        NF.write_kv(k_cache, v_cache, k, v, slot_mapping=meta["slot_mapping"])
+        rows = {
+            "token_to_req": meta["token_to_req"],
+            "positions": self["positions"],
+            "query_start_loc": meta["query_start_loc"],
+        }
+        how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        decode = meta["max_query_len"] <= meta["decode_token_threshold"]
+        if not decode and meta.get("cached_seq_len") is None:
+            return NF.flash_attention(q, k, v, **rows, **how)
+        rows["block_table"], rows["seq_lens"] = meta["block_table_tensor"], meta["seq_lens"]
+        if decode:
+            return NF.attention_decode(q, k_cache, v_cache, **rows, **how)
+        return NF.segmented_attention(q, k_cache, v_cache, kv_segment_size=meta["kv_segment_size"], **rows, **how)

@@ -1,0 +1,17 @@
+"""The weight map of models that keep Hugging Face's names and layouts."""
+
+from __future__ import annotations
+
+from pilotage.weights import Drop, Identity, Tie, WeightMap
+
+
+def same_names(*, tied: bool) -> WeightMap:
+    """Map every tensor to the parameter of its own name.
+
+    Args:
+        tied: the head has no tensor of its own and is loaded from the embedding's.
+    """
+    rules = [Drop("model.layers.*.self_attn.rotary_emb.inv_freq", "computed from the config"), Identity()]
+    if tied:
+        rules.insert(0, Tie("lm_head.weight", "model.embed_tokens.weight"))
+    return WeightMap(rules)

@@ -1,0 +1,94 @@
+"""Reading a config strictly: what a model does not implement is refused by its key, never ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pilotage.functional as NF
+from pilotage.arch.spec import ArchSpec
+from pilotage.core.errors import Unsupported
+from pilotage.functional import RopeFrequencies
+
+# What a dense decoder without special features has. A model lists the fields in which it goes beyond.
+PLAIN: dict[str, Any] = {
+    "norm_kind": "rms",
+    "norm_weight_offset": 0.0,
+    "qk_norm": False,
+    "attention_bias": False,
+    "attention_output_bias": False,
+    "mlp_bias": False,
+    "attn_softcap": None,
+    "logit_softcap": None,
+    "embedding_scale": 1.0,
+    "residual_multiplier": 1.0,
+    "logit_multiplier": 1.0,
+    "attention_chunk_size": None,
+    "nope_layers": (),
+    "rope_interleave": False,
+    "num_experts": None,
+    "kv_lora_rank": None,
+    "num_kv_shared_layers": 0,
+    "k_eq_v": False,
+    "per_layer_input_size": 0,
+    "per_layer_config": {},
+    "quantization": None,
+    "modalities": (),
+}
+
+
+def read(
+    hf_config: Any, *, beyond: tuple[str, ...] = (), layer_types: tuple[str, ...] = ("full_attention",)
+) -> ArchSpec:
+    """Normalise a config and refuse what the caller's model does not implement.
+
+    Args:
+        hf_config: a Hugging Face config, or the parsed `config.json`.
+        beyond: fields of `PLAIN` that the model reads itself, so that any value of them is its own to judge.
+        layer_types: kinds of layer that the model has.
+
+    Raises:
+        Unsupported: a field outside `beyond` with another value than `PLAIN`, a kind of layer outside `layer_types`,
+            or an unknown activation.
+    """
+    spec = ArchSpec.from_hf(hf_config)
+    for name, plain in PLAIN.items():
+        field = spec.fields[name]
+        if name not in beyond and field.value != plain:
+            raise refusal(spec, name, f"{field.value!r} is not implemented by this model; it has {plain!r}")
+    for kind in dict.fromkeys(spec.layer_types):
+        if kind not in layer_types:
+            raise refusal(spec, "layer_types", f"layers of kind {kind!r} are not implemented by this model")
+    if spec.activation not in NF.ACTIVATIONS:
+        raise refusal(
+            spec, "activation", f"activation {spec.activation!r} is not implemented", do=", ".join(NF.ACTIVATIONS)
+        )
+    if spec.num_heads % spec.num_kv_heads:
+        raise refusal(spec, "num_kv_heads", f"{spec.num_kv_heads} key/value heads do not divide {spec.num_heads} heads")
+    return spec
+
+
+def refusal(spec: ArchSpec, name: str, what: str, do: str | None = None) -> Unsupported:
+    """Build the error for a field, under the key that the user's config has for it."""
+    key = spec.fields[name].source_key or name
+    return Unsupported(what, where=f"config.json, {key}", do=f"served are {do}" if do else None)
+
+
+def frequencies(spec: ArchSpec, layer_type: str) -> RopeFrequencies:
+    """Compute the RoPE frequencies of one kind of layer.
+
+    Raises:
+        Unsupported: the kind has none, or a RoPE type that is not implemented.
+    """
+    rope = spec.rope.get(layer_type)
+    if rope is None:
+        raise refusal(spec, "rope", f"no rotary embedding is given for layers of kind {layer_type!r}")
+    return NF.rope_frequencies(
+        theta=rope.theta,
+        head_size=spec.head_size,
+        kind=rope.kind,
+        factor=rope.factor,
+        low_freq_factor=rope.low_freq_factor,
+        high_freq_factor=rope.high_freq_factor,
+        original_max_position=rope.original_max_position,
+        partial_rotary_factor=rope.partial_rotary_factor,
+    )

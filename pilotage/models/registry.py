@@ -1,0 +1,78 @@
+"""Which architecture is served by which class.
+
+In-tree models are a table of strings; other packages add theirs by an entry point in the group `pilotage.models`, named
+like the architecture in `config.json`: `AcmeForCausalLM = "acme_models.factory:AcmeForCausalLM"`. Nothing is imported
+until an entry is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from pilotage.core.errors import BadInput
+
+GROUP = "pilotage.models"
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A served architecture.
+
+    Attributes:
+        architecture: as in `architectures` of config.json.
+        path: "module:Class" of its factory.
+        tags: what else it is.
+        origin: "pilotage", or the distribution that registered it.
+    """
+
+    architecture: str
+    path: str
+    tags: frozenset[str] = frozenset()
+    origin: str = "pilotage"
+
+    def load(self) -> Any:
+        """Import the factory class.
+
+        Raises:
+            BadInput: the module or the class is not there.
+        """
+        module_name, _, class_name = self.path.partition(":")
+        try:
+            return getattr(importlib.import_module(module_name), class_name)
+        except (ImportError, AttributeError) as error:
+            raise BadInput(
+                f"{self.path} cannot be loaded ({error})",
+                where=f"{self.architecture} of {self.origin}",
+                do=f"fix the entry point in the group {GROUP}",
+            ) from error
+
+
+_IN_TREE = (ModelEntry("LlamaForCausalLM", "pilotage.models.llama3.factory:LlamaForCausalLM", frozenset({"dense"})),)
+
+
+def entries() -> dict[str, ModelEntry]:
+    """List every served architecture; an installed package may replace an in-tree one.
+
+    Raises:
+        BadInput: two installed packages claim one architecture.
+    """
+    found = {entry.architecture: entry for entry in _IN_TREE}
+    for point in entry_points(group=GROUP):
+        origin = point.dist.name if point.dist is not None else "unknown"
+        known = found.get(point.name)
+        if known is not None and known.origin not in ("pilotage", origin):
+            raise BadInput(
+                f"both {known.origin} and {origin} register it", where=f"{GROUP}, {point.name}", do="uninstall one"
+            )
+        found[point.name] = ModelEntry(point.name, point.value, frozenset({"external"}), origin)
+    return found
+
+
+def find(architectures: Sequence[str]) -> ModelEntry | None:
+    """Find the first of `architectures` that is served."""
+    known = entries()
+    return next((known[name] for name in architectures if name in known), None)

@@ -1,0 +1,49 @@
+"""Token embedding with the vocabulary divided over the ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import pilotage.functional as NF
+from pilotage.parallel import get_tp_group, per_rank
+from pilotage.weights import set_weight_loader, sharding_weight_loader
+
+
+class VocabDimShardedEmbedding(nn.Module):
+    """An embedding of which each rank holds a contiguous range of token ids.
+
+    Args:
+        num_embeddings: V.
+        embedding_dim: D.
+        scale: factor on the rows, rounded to their dtype; None for none.
+
+    Raises:
+        Unsupported: V does not divide over the ranks.
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, *, scale: float | None = None) -> None:
+        super().__init__()
+        self.group = get_tp_group()
+        self.num_embeddings, self.embedding_dim, self.scale = num_embeddings, embedding_dim, scale
+        rows = per_rank(num_embeddings, self.group.world_size, "vocab_size")
+        self.first_id = rows * self.group.rank
+        self.weight = nn.Parameter(torch.empty(rows, embedding_dim))
+        if self.group.world_size > 1:
+            loader = sharding_weight_loader(
+                shard_dim=0, shard_size=rows, num_shards=self.group.world_size, is_storage_transposed=False
+            )
+            set_weight_loader(self.weight, loader)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Look up input_ids [...] -> [..., D], whole on every rank."""
+        if self.group.world_size == 1:
+            return NF.embedding(input_ids, self.weight, scale=self.scale)
+        local_ids = input_ids - self.first_id
+        mine = (local_ids >= 0) & (local_ids < self.weight.shape[0])
+        rows = NF.embedding(torch.where(mine, local_ids, 0), self.weight, scale=self.scale)
+        # One rank has the row and the others add zeros, so the sum is exact.
+        return self.group.all_reduce(torch.where(mine[..., None], rows, 0))
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, scale={self.scale}"

@@ -1,0 +1,30 @@
+"""RMS norm as a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import pilotage.functional as NF
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension.
+
+    Args:
+        size: D, or H for query and key norms.
+        eps: added to the mean square.
+        unit_offset: the weight is stored minus one (Gemma).
+    """
+
+    def __init__(self, size: int, *, eps: float, unit_offset: bool = False) -> None:
+        super().__init__()
+        self.eps, self.unit_offset = eps, unit_offset
+        self.weight = nn.Parameter(torch.zeros(size) if unit_offset else torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [..., D]; see `NF.rms_norm` for the numerics."""
+        return NF.rms_norm(x, self.weight, eps=self.eps, unit_offset=self.unit_offset)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}, unit_offset={self.unit_offset}"

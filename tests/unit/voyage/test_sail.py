@@ -45,6 +45,12 @@ def program(marks: Path, name: str, result: Any, *, code: int = 0, body: str = "
     return Leg(stage=name, command=(sys.executable, "-c", source), shown=f"pilotage {name}")
 
 
+@pytest.fixture(autouse=True)
+def fixed_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sources may change under a test run (an editor is open); only one test wants to see that."""
+    monkeypatch.setattr(fingerprint, "code", lambda: "this code")
+
+
 @pytest.fixture
 def marks(tmp_path: Path) -> Path:
     (tmp_path / "marks").mkdir()
@@ -178,7 +184,9 @@ import test_sail as t
 marks = Path({str(marks)!r})
 body = "import subprocess; p = subprocess.Popen(['sleep', '600'], start_new_session=True); " \\
        "open({str(marks / "pids")!r}, 'w').write(f'{{os.getpid()}} {{p.pid}}'); time.sleep(600)"
+from pilotage.voyage import fingerprint
 from pilotage.voyage.rundir import RunDir
+fingerprint.code = lambda: "this code"
 run = RunDir(Path({str(run)!r})); run.prepare()
 with run.locked():
     t.sail(run, t.legs(marks, **{{{slow!r}: t.program(marks, {slow!r}, {{}}, body=body)}}), t.VOYAGE)

@@ -1,0 +1,51 @@
+"""The engine settings that smoke, validate and bench share.
+
+Lengths, request counts and buckets are part of every compiled graph: three commands with the same settings compile
+once, and the two that come later find everything in the compile cache.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pilotage.core.errors import BadInput
+
+DTYPE = "bfloat16"
+MAX_MODEL_LEN = 2048
+MAX_NUM_SEQS = 8
+# Few, because a graph costs seconds to compile on a CPU: a short prompt, a middling one, a long one; one request and
+# a full batch.
+TOKEN_BUCKETS = (64, 256, 1024)
+SEQ_BUCKETS = (1, 8)
+
+
+def shared(checkpoint: Path) -> dict[str, Any]:
+    """Return the arguments of `launch.engine` and `launch.server` for the checkpoint in directory `checkpoint`.
+
+    Raises:
+        BadInput: it has no readable config.json.
+    """
+    longest = _max_position(checkpoint)
+    length = MAX_MODEL_LEN if longest is None else min(MAX_MODEL_LEN, longest)
+    return {
+        "dtype": DTYPE,
+        "max_model_len": length,
+        "max_num_seqs": MAX_NUM_SEQS,
+        "additional_config": {
+            "num_batched_tokens_buckets": [size for size in TOKEN_BUCKETS if size <= length] or [length],
+            "num_seqs_buckets": list(SEQ_BUCKETS),
+        },
+    }
+
+
+def _max_position(checkpoint: Path) -> int | None:
+    path = checkpoint / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise BadInput(f"cannot be read ({error})", where=str(path), do="repair or replace the file") from error
+    nested = config.get("text_config")
+    value = (nested if isinstance(nested, dict) else config).get("max_position_embeddings")
+    return value if isinstance(value, int) else None

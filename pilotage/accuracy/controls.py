@@ -7,15 +7,25 @@ property of the weights and the prompts.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from pilotage.accuracy import metrics
 from pilotage.accuracy.arms import symmetry
+from pilotage.accuracy.arms.base import Stream
 from pilotage.accuracy.arms.hf import HFArm, Mode
-from pilotage.core.errors import Unsupported
+from pilotage.accuracy.gates import ControlErrors
+from pilotage.core import store
+from pilotage.core.errors import BadInput, Unsupported
+from pilotage.core.progress import track
 
 # Part of the cache key of measured controls: change it with anything that changes what a control computes.
 RECIPE = 1
@@ -56,8 +66,9 @@ def _both(seed: int) -> Callable[[Any], None]:
     return change
 
 
+EAGER = "eager attention"
 CONTROLS: tuple[Control, ...] = (
-    Control(name="eager attention", attention="eager"),
+    Control(name=EAGER, attention="eager"),
     Control(name="permuted hidden channels", attention="sdpa", change=_hidden(1)),
     Control(name="permuted heads and MLP channels", attention="sdpa", change=_inner(2)),
     Control(name="all permuted", attention="sdpa", change=_both(3)),
@@ -70,28 +81,92 @@ CONTROLS: tuple[Control, ...] = (
 )
 
 
-def arms(model: Any) -> Iterator[tuple[str, HFArm | Unsupported]]:
-    """Yield every control of a loaded model, one at a time; one that this architecture cannot have as its reason.
+def _variant(model: Any, control: Control) -> HFArm:
+    """Make a control of a loaded model, which is copied where the control changes it.
+
+    Raises:
+        Unsupported: this architecture cannot have it.
+    """
+    variant = copy.deepcopy(model) if control.change is not None or control.compiled else model
+    if control.change is not None:
+        control.change(variant)
+    variant.set_attn_implementation(control.attention)
+    if control.compiled:
+        for layer in variant.get_decoder().layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+    return HFArm(variant, control.name, mode=control.mode)
+
+
+def measure(
+    model: Any,
+    streams: Sequence[Stream],
+    expected: Tensor,
+    baseline: metrics.RowErrors,
+    phases: Sequence[str],
+    *,
+    skip: Sequence[str] = (),
+) -> tuple[list[ControlErrors], dict[str, str]]:
+    """Run every control and put its errors in units of the baseline's.
 
     Args:
-        model: a Hugging Face causal language model; it is copied where a control changes it.
+        model: a Hugging Face causal language model in the arm's dtype, with the baseline's weights.
+        streams: what to run.
+        expected: [rows, V] reference logits of all streams, joined.
+        baseline: errors of the baseline in those rows.
+        phases: phase of each row.
+        skip: names of controls that are the baseline itself.
+
+    Returns:
+        The measured controls, and for each that could not be had the reason.
     """
-    for control in CONTROLS:
-        variant = model
-        if control.change is not None or control.compiled:
-            variant = copy.deepcopy(model)
-        before = model.config._attn_implementation
+    measured, missing = [], {}
+    wanted = [control for control in CONTROLS if control.name not in skip]
+    before = model.config._attn_implementation
+    for control in track(wanted, f"clean controls, {str(model.dtype).removeprefix('torch.')}"):
         try:
-            if control.change is not None:
-                control.change(variant)
+            logits = torch.cat(_variant(model, control).observe(streams).logits)
         except Unsupported as error:
-            yield control.name, error
+            missing[control.name] = str(error)
             continue
-        variant.set_attn_implementation(control.attention)
-        if control.compiled:
-            for layer in variant.get_decoder().layers:
-                layer.forward = torch.compile(layer.forward, dynamic=True)
-        try:
-            yield control.name, HFArm(variant, control.name, mode=control.mode)
         finally:
             model.set_attn_implementation(before)
+        errors = metrics.row_errors(logits, expected)
+        measured.append(ControlErrors.of(control.name, metrics.model_errors(errors, baseline, phases)))
+    return measured, missing
+
+
+def digest(checkpoint: Path) -> str:
+    """Return a hash over a checkpoint's configuration and weights."""
+    total = hashlib.sha256()
+    for path in sorted([checkpoint / "config.json", *checkpoint.glob("*.safetensors")]):
+        with open(path, "rb") as file:
+            total.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
+
+
+def cached(
+    key: Sequence[Any], compute: Callable[[], tuple[list[ControlErrors], dict[str, str]]]
+) -> tuple[list[ControlErrors], dict[str, str], bool]:
+    """Return controls measured earlier under the same key, or measure and keep them.
+
+    Args:
+        key: JSON values that name everything the result depends on.
+        compute: measures them.
+
+    Returns:
+        Controls, reasons of missing ones, and whether they came from the cache.
+    """
+    import transformers
+
+    versions = [torch.__version__, transformers.__version__, torch.get_num_threads(), RECIPE]
+    name = hashlib.sha256(json.dumps([*key, versions]).encode()).hexdigest()
+    path = store.home() / "controls" / f"{name[:32]}.json"
+    if path.is_file():
+        try:
+            kept = store.read_json(path)
+            return [ControlErrors(**item) for item in kept["controls"]], kept["missing"], True
+        except (BadInput, TypeError, KeyError):
+            pass  # not readable as ours any more: measured again and overwritten
+    controls, missing = compute()
+    store.write_json(path, {"controls": [dataclasses.asdict(item) for item in controls], "missing": missing})
+    return controls, missing, False

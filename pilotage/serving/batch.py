@@ -104,8 +104,8 @@ class LayerGroup:
 class StepInputs:
     """The inputs of one graph: tensors of fixed shape and address, filled in place before each run.
 
-    Padding: a padded token has id 0, position 0, request row 0 and slot -1; a padded row of a prefill has no query
-    and no length; a padded row of a decode has length 1 and reads page 0, which no request owns.
+    Padding: a padded token has id 0, position 0, request row 0 and slot -1, and stands at or after
+    `query_start_loc[-1]`; a padded row has no query and no length.
 
     Attributes:
         input_ids: [T] int64. positions: [T] int32. sampling_positions: [R] int64, the token rows that need logits.
@@ -167,6 +167,11 @@ class StepInputs:
         self._tables_np = [table.numpy() for table in self.block_tables]
         self.clear()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return every tensor that `fill` writes."""
+        own = [self.input_ids, self.positions, self.sampling_positions, self.query_start_loc, self.seq_lens]
+        return [*own, self.cached_seq_len, self.token_to_req, *self.slot_mappings, *self.block_tables]
+
     def clear(self) -> None:
         """Make every token and row padding."""
         for array in self._np.values():
@@ -175,11 +180,6 @@ class StepInputs:
             array.fill(0)
         for slots in self._slots_np:
             slots.fill(-1)
-        if self.kind == "decode":
-            self._np["query_start_loc"][:] = np.arange(self.num_rows + 1)
-            self._np["seq_lens"][:] = 1
-            self._np["token_to_req"][:] = np.arange(self.size)
-            self._np["sampling_positions"][:] = np.arange(self.num_rows)
 
     def fill(
         self,
@@ -213,8 +213,7 @@ class StepInputs:
         arrays["cached_seq_len"][:n] = start
         arrays["sampling_positions"][:n] = ends - 1
         arrays["query_start_loc"][1 : n + 1] = ends
-        if self.kind == "prefill":
-            arrays["query_start_loc"][n + 1 :] = total
+        arrays["query_start_loc"][n + 1 :] = total
         for group, source, table, slots in zip(self.groups, block_tables, self._tables_np, self._slots_np, strict=True):
             table[:n] = source[rows, : group.max_blocks_per_seq]
             page = table[local, position // group.block_size].astype(np.int64)

@@ -1,20 +1,37 @@
-"""One graph a bucket: its input buffers, its compiled form, and how long that took."""
+"""One graph a bucket: its input buffers, its compiled form, what ran in it and how long it took to get.
+
+A graph is the whole forward, captured once (`fullgraph`, no dynamic shapes) and compiled ahead of time. What runs
+later is that compiled function and nothing else: there is no guard that could fail and no tracer that could recompile.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import os
+import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pilotage import functional
+from pilotage.core.config import TargetConfig
+from pilotage.core.errors import Unavailable, Unsupported
+from pilotage.core.progress import track
 from pilotage.serving import kv
 from pilotage.serving.batch import StepInputs
+from pilotage.serving.compile_cache import CompileCache, fingerprint, root
 
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_SKIP_NAMES = ("PILOTAGE_DISABLE_WARMUP_COMPILE", "VLLM_NEURON_DISABLE_WARMUP_COMPILE")
+_WORKERS_NAMES = ("PILOTAGE_COMPILE_WORKERS", "VLLM_NEURON_COMPILE_WORKERS")
+Key = tuple[str, int]
 
 
 class Graphs:
@@ -22,7 +39,7 @@ class Graphs:
 
     Attributes:
         inputs: by kind and bucket size.
-        table: for each graph {"kind", "size", "seconds", "cached"}, filled by `warm_up`.
+        table: for each compiled graph {"kind", "size", "seconds", "cached"}.
     """
 
     def __init__(
@@ -30,29 +47,111 @@ class Graphs:
         vllm_config: VllmConfig,
         model: torch.nn.Module,
         kv_cache_config: KVCacheConfig,
+        caches: Mapping[str, Sequence[Tensor]],
         *,
         token_buckets: Sequence[int],
         seq_buckets: Sequence[int],
         prefill_seqs: int,
     ) -> None:
-        self.model = model
+        self.vllm_config, self.model, self.caches = vllm_config, model, caches
         self.eager = vllm_config.model_config.enforce_eager
         groups = kv.layer_groups(kv_cache_config, vllm_config.model_config.max_model_len)
         self.rank = torch.tensor(vllm_config.parallel_config.rank, dtype=torch.int32)
-        self.inputs: dict[tuple[str, int], StepInputs] = {}
+        self.inputs: dict[Key, StepInputs] = {}
         for size in token_buckets:
             self.inputs["prefill", size] = StepInputs("prefill", size, num_rows=prefill_seqs, groups=groups)
         for size in seq_buckets:
             self.inputs["decode", size] = StepInputs("decode", size, num_rows=size, groups=groups)
-        self.compiled: dict[tuple[str, int], Any] = {}
+        self.compiled: dict[Key, Callable[..., tuple[Tensor, Tensor]]] = {}
         self.table: list[dict[str, Any]] = []
+        self._receipts: list[dict[str, Any]] = []
+        functional.reset_receipt()
 
     def warm_up(self) -> float:
-        """Run every graph once on padding; returns the seconds spent."""
-        start = time.perf_counter()
-        if self.eager:
+        """Compile or load every graph and run it once on padding; returns the seconds spent.
+
+        With `enforce_eager` nothing is compiled. With `PILOTAGE_DISABLE_WARMUP_COMPILE=1` a graph is compiled when a
+        batch first needs it.
+        """
+        if self.eager or any(os.environ.get(name) == "1" for name in _SKIP_NAMES):
             return 0.0
+        start = time.perf_counter()
+        # Small graphs first: a mistake in the model shows within seconds.
+        keys = sorted(self.inputs, key=lambda key: key[1])
+        with self._cache() as cache:
+            missing = sum(not cache.has(_name(key)) for key in keys)
+            what = f"Compiling {missing} of {len(keys)} graphs" if missing else f"Loading {len(keys)} compiled graphs"
+            quiet = self.vllm_config.parallel_config.rank != 0
+            for key in keys if quiet else track(keys, what):
+                self._prepare(key, cache)
         return time.perf_counter() - start
+
+    def _cache(self) -> CompileCache:
+        target = TargetConfig.from_additional_config(self.vllm_config.additional_config)
+        rows = {_name(key): inputs.num_rows for key, inputs in self.inputs.items()}
+        groups = next(iter(self.inputs.values())).groups
+        # The buckets in use do not matter to a graph; its own rows do, and are part of its name.
+        settings = {key: value for key, value in dataclasses.asdict(target).items() if not key.endswith("_buckets")}
+        extra = {
+            "target": settings,
+            "groups": [dataclasses.asdict(group) for group in groups],
+            "prefill_rows": [rows[name] for name in rows if name.startswith("prefill")][:1],
+            "options": _options(),
+        }
+        return CompileCache(root() / fingerprint(self.vllm_config, self.model, self.caches, extra))
+
+    def _prepare(self, key: Key, cache: CompileCache) -> None:
+        start = time.perf_counter()
+        found = cache.load(_name(key))
+        if found is None:
+            functional.reset_receipt()
+            graph, notes = self._compile(self.inputs[key]), {"receipt": functional.receipt()}
+            cache.save(_name(key), graph, notes)
+        else:
+            graph, notes = found
+        # Straight to the compiled function: its inputs have one shape, and the cache vouches for the rest.
+        self.compiled[key] = functools.partial(graph.fn, self.model)
+        self.inputs[key].clear()
+        self.run(self.inputs[key])
+        self._receipts.append(notes["receipt"])
+        functional.reset_receipt()
+        self.table.append(
+            {
+                "kind": key[0],
+                "size": key[1],
+                "seconds": round(time.perf_counter() - start, 3),
+                "cached": found is not None,
+            }
+        )
+
+    def _compile(self, inputs: StepInputs) -> Any:
+        import torch._dynamo.config as dynamo_config
+        import torch._dynamo.exc as dynamo_errors
+
+        if shutil.which(os.environ.get("CXX") or "g++") is None:
+            raise Unavailable("no C++ compiler (g++) found", where="torch.compile", do="install g++ or set CXX")
+        compiled = torch.compile(
+            type(self.model).forward, fullgraph=True, dynamic=False, options={**_options(), "guard_filter_fn": _none}
+        )
+        try:
+            with torch.no_grad(), dynamo_config.patch(enable_aot_compile=True):
+                return compiled.aot_compile(((self.model,), self._arguments(inputs)))
+        except dynamo_errors.Unsupported as error:
+            raise Unsupported(
+                f"the forward cannot be captured as one graph: {str(error).splitlines()[0]}",
+                where=type(self.model).__name__,
+                do="change the model, or serve it with enforce_eager",
+            ) from error
+
+    def _arguments(self, inputs: StepInputs) -> dict[str, Any]:
+        return {
+            "input_ids": inputs.input_ids,
+            "positions": inputs.positions,
+            "attn_metadata": inputs.attn_metadata,
+            "sampling_positions": inputs.sampling_positions,
+            "rank": self.rank,
+            "return_hidden": True,
+        }
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
@@ -61,12 +160,51 @@ class Graphs:
         Returns:
             Logits [R, V] of the sampling positions and hidden states [T, D] after the final norm.
         """
-        forward = self.compiled.get((inputs.kind, inputs.size), self.model)
-        return forward(
-            input_ids=inputs.input_ids,
-            positions=inputs.positions,
-            attn_metadata=inputs.attn_metadata,
-            sampling_positions=inputs.sampling_positions,
-            rank=self.rank,
-            return_hidden=True,
-        )
+        key = (inputs.kind, inputs.size)
+        if not self.eager and key not in self.compiled:
+            held = [tensor.clone() for tensor in inputs.tensors()]  # compiling runs the graph on padding
+            with self._cache() as cache:
+                self._prepare(key, cache)
+            for tensor, value in zip(inputs.tensors(), held, strict=True):
+                tensor.copy_(value)
+        forward = self.compiled.get(key, self.model)
+        return forward(**self._arguments(inputs))
+
+    def receipt(self) -> dict[str, Any]:
+        """Return which implementation of each operator is in the graphs, and ran outside of them."""
+        merged: dict[str, list[dict[str, Any]]] = {}
+        for receipt in (*self._receipts, functional.receipt()):
+            for operator, rows in receipt.items():
+                for row in rows:
+                    _add(merged.setdefault(operator, []), row)
+        return merged
+
+
+def _add(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    facts = {key: value for key, value in row.items() if key != "selections"}
+    for other in rows:
+        if {key: value for key, value in other.items() if key != "selections"} == facts:
+            other["selections"] = other.get("selections", 0) + row.get("selections", 0)
+            return
+    rows.append(dict(row))
+
+
+def _none(guards: Sequence[Any]) -> list[bool]:
+    return [False for _ in guards]
+
+
+def _name(key: Key) -> str:
+    return f"{key[0]}-{key[1]}"
+
+
+def _options() -> dict[str, Any]:
+    """Return the compiler options, which are part of every graph's fingerprint."""
+    options: dict[str, Any] = {
+        "fx_graph_cache": False,  # the graph file holds its result
+        # torch shells out to openssl for this; a minimal machine has none.
+        "cpp_cache_precompile_headers": shutil.which("openssl") is not None,
+    }
+    workers = next((os.environ[name] for name in _WORKERS_NAMES if os.environ.get(name)), None)
+    if workers is not None:
+        options["compile_threads"] = int(workers)
+    return options

@@ -36,13 +36,20 @@ if TYPE_CHECKING:
 class ModelRunner:
     """Runs one rank's share of the model."""
 
-    def __init__(self, vllm_config: VllmConfig, model: torch.nn.Module, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        model: torch.nn.Module,
+        kv_cache_config: KVCacheConfig,
+        caches: Mapping[str, list[Tensor]],
+    ) -> None:
         """Prepare the batch and the graphs; nothing is compiled yet.
 
         Args:
             vllm_config: vLLM's configuration.
             model: loaded, with its KV cache bound.
             kv_cache_config: vLLM's plan of the KV cache.
+            caches: layer name -> [keys, values], as bound to the model.
         """
         model_config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         self.config = TargetConfig.from_additional_config(vllm_config.additional_config)
@@ -72,6 +79,7 @@ class ModelRunner:
             vllm_config,
             model,
             kv_cache_config,
+            caches,
             token_buckets=self.token_buckets,
             seq_buckets=self.seq_buckets,
             prefill_seqs=self.prefill_seqs,
@@ -173,9 +181,7 @@ class ModelRunner:
 
     def receipt(self) -> Mapping[str, Any]:
         """Return which operators ran and which graphs were compiled."""
-        from pilotage import functional
-
-        return {"operators": functional.receipt(), "buckets": self.graphs.table}
+        return {"operators": self.graphs.receipt(), "buckets": self.graphs.table}
 
 
 def _input_batch(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> InputBatch:

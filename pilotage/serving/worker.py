@@ -108,8 +108,9 @@ class PilotageWorker(WorkerBase):
     @_explained
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the pages, hand them to the model and prepare the runner."""
-        self.model.bind_kv_cache(kv.allocate(kv_cache_config, self.kv_specs))
-        self.runner = ModelRunner(self.vllm_config, self.model, kv_cache_config)
+        caches = kv.allocate(kv_cache_config, self.kv_specs)
+        self.model.bind_kv_cache(caches)
+        self.runner = ModelRunner(self.vllm_config, self.model, kv_cache_config, caches)
 
     @_explained
     def compile_or_warm_up_model(self) -> CompilationTimes:

@@ -90,10 +90,10 @@ def test_a_smaller_batch_leaves_nothing_of_the_larger_one_before() -> None:
         )
         inputs.fill(forward, token_ids=token_ids, num_computed=computed, block_tables=tables)
     assert inputs.input_ids.tolist() == [21, 0, 0, 0]
-    assert inputs.seq_lens.tolist() == [6, 1, 1, 1]
+    assert inputs.seq_lens.tolist() == [6, 0, 0, 0]
     assert inputs.attn_metadata["a"]["slot_mapping"].tolist() == [6 * 4 + 1, -1, -1, -1]
     assert inputs.attn_metadata["a"]["block_table_tensor"].tolist() == [[5, 6], [0, 0], [0, 0], [0, 0]]
-    assert inputs.query_start_loc.tolist() == [0, 1, 2, 3, 4]
+    assert inputs.query_start_loc.tolist() == [0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])

@@ -51,7 +51,13 @@ class ModelEntry:
             ) from error
 
 
-_IN_TREE = (ModelEntry("LlamaForCausalLM", "pilotage.models.llama3.factory:LlamaForCausalLM", frozenset({"dense"})),)
+_DENSE = frozenset({"dense"})
+_IN_TREE = (
+    ModelEntry("Gemma3ForCausalLM", "pilotage.models.gemma3.factory:Gemma3ForCausalLM", _DENSE),
+    ModelEntry("LlamaForCausalLM", "pilotage.models.llama3.factory:LlamaForCausalLM", _DENSE),
+    ModelEntry("Qwen2ForCausalLM", "pilotage.models.qwen2.factory:Qwen2ForCausalLM", _DENSE),
+    ModelEntry("Qwen3ForCausalLM", "pilotage.models.qwen3.factory:Qwen3ForCausalLM", _DENSE),
+)
 
 
 def entries() -> dict[str, ModelEntry]:

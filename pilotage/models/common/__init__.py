@@ -7,16 +7,23 @@ from pilotage.models.common.backend import (
     initialize_lm_head_module,
     initialize_rms_norm_module,
 )
+from pilotage.models.common.blocks import DecoderBackbone, GatedMLP, GroupedQueryAttention, PreNormDecoderLayer
 from pilotage.models.common.causal_lm import CausalLM
+from pilotage.models.common.config import DecoderConfig
 from pilotage.models.common.context import PagedContext
 from pilotage.models.common.kv import KVSpec, LayerSpec
 
 __all__ = [
     "BackendConfig",
     "CausalLM",
+    "DecoderBackbone",
+    "DecoderConfig",
+    "GatedMLP",
+    "GroupedQueryAttention",
     "KVSpec",
     "LayerSpec",
     "PagedContext",
+    "PreNormDecoderLayer",
     "initialize_embedding_module",
     "initialize_linear_module",
     "initialize_lm_head_module",

@@ -183,8 +183,9 @@ class CausalLM(nn.Module):
     def pack(self) -> None:
         """Let projections that share their input share one product; after `to` or `load_state_dict`, pack again."""
         for layer in self.model.layers:
-            for members in layer.packable():
-                pack(*members)
+            attention, mlp = layer.self_attn, layer.mlp
+            pack(attention.q_proj, attention.k_proj, attention.v_proj)
+            pack(mlp.gate_proj, mlp.up_proj)
         if self.config.tie_word_embeddings:
             # Both were loaded from one tensor, to the same shard; hold it once.
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -149,7 +149,7 @@ class PagedSession:
         flat = [token for ids in new.values() for token in ids]
         input_ids = torch.tensor(flat + [0] * (bucket - total))
         with torch.no_grad():
-            run = self.call or self.model
+            run = self.model if self.call is None else self.call
             logits = run(input_ids, context["positions"], context, torch.arange(bucket))
         for request, ids in new.items():
             self.history[request].extend(ids)

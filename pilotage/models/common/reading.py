@@ -58,6 +58,10 @@ def read(
     for kind in dict.fromkeys(spec.layer_types):
         if kind not in layer_types:
             raise refusal(spec, "layer_types", f"layers of kind {kind!r} are not implemented by this model")
+    if len(spec.layer_types) != spec.num_layers:
+        raise refusal(spec, "layer_types", f"{len(spec.layer_types)} kinds are given for {spec.num_layers} layers")
+    if "sliding_attention" in spec.layer_types and not spec.sliding_window:
+        raise refusal(spec, "sliding_window", "there are sliding layers, and it is not given")
     if spec.activation not in NF.ACTIVATIONS:
         raise refusal(
             spec, "activation", f"activation {spec.activation!r} is not implemented", do=", ".join(NF.ACTIVATIONS)
@@ -68,9 +72,9 @@ def read(
 
 
 def refusal(spec: ArchSpec, name: str, what: str, do: str | None = None) -> Unsupported:
-    """Build the error for a field, under the key that the user's config has for it."""
-    key = spec.fields[name].source_key or name
-    return Unsupported(what, where=f"config.json, {key}", do=f"served are {do}" if do else None)
+    """Build the error for a field, under the key that the user's config has for it; `name` may be such a key itself."""
+    key = spec.fields[name].source_key if name in spec.fields else None
+    return Unsupported(what, where=f"config.json, {key or name}", do=f"served are {do}" if do else None)
 
 
 def frequencies(spec: ArchSpec, layer_type: str) -> RopeFrequencies:

@@ -37,6 +37,8 @@ def num(value: Any, digits: int = 3) -> str:
         return DASH
     if found == 0:
         return "0"
+    if not isinstance(value, int):
+        found = float(f"{found:.{digits - 1}e}") if abs(found) < 10 ** (digits - 1) else found
     size = abs(found)
     if isinstance(value, int) or (found.is_integer() and size < 1e6):
         return f"{int(found):,}"

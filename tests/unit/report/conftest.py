@@ -1,0 +1,8 @@
+"""Run directories of sample records; see samples.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,5 +1,9 @@
 """Checkpoints in and out: the lazy reader, the map between names, the loaders of one rank's share, and the ledger."""
 
+from pilotage.weights.checkpoint import LoadResult, SafetensorsCheckpoint
+from pilotage.weights.lazy import LazyTensor
+from pilotage.weights.ledger import Ledger
+from pilotage.weights.load import load_into
 from pilotage.weights.loaders import (
     LazySlice,
     SafetensorsWeightLoader,
@@ -9,12 +13,30 @@ from pilotage.weights.loaders import (
     sharding_weight_loader,
     with_rank_override,
 )
+from pilotage.weights.map import Plan, Problem, WeightMap
+from pilotage.weights.rules import Drop, Fuse, Identity, Permute, Rename, Split, Tie, Transpose
 
 __all__ = [
+    "Drop",
+    "Fuse",
+    "Identity",
     "LazySlice",
+    "LazyTensor",
+    "Ledger",
+    "LoadResult",
+    "Permute",
+    "Plan",
+    "Problem",
+    "Rename",
+    "SafetensorsCheckpoint",
     "SafetensorsWeightLoader",
+    "Split",
+    "Tie",
+    "Transpose",
+    "WeightMap",
     "fused_qkv_weight_loader",
     "get_weight_loader",
+    "load_into",
     "set_weight_loader",
     "sharding_weight_loader",
     "with_rank_override",

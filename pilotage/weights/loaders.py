@@ -64,9 +64,14 @@ def get_weight_loader(param: nn.Parameter) -> SafetensorsWeightLoader:
     return loader if loader is not None else SafetensorsWeightLoader()
 
 
+def has_weight_loader(param: nn.Parameter) -> bool:
+    """Whether a loader was attached to `param`."""
+    return hasattr(param, _ATTRIBUTE)
+
+
 def copy_weight_loader(source: nn.Parameter, target: nn.Parameter) -> None:
     """Attach the loader of `source`, if it has one, to `target`."""
-    if hasattr(source, _ATTRIBUTE):
+    if has_weight_loader(source):
         set_weight_loader(target, getattr(source, _ATTRIBUTE))
 
 

@@ -1,71 +1,30 @@
-"""Is the served model still the same model? The three-way comparison of a whole model, through the real engine."""
+"""Is the served model still the same model? What `pilotage validate` does, in order."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pilotage.accuracy import controls, gates, metrics, prompts, same_config
+from pilotage.accuracy import comparison, controls, metrics, prompts, same_config
 from pilotage.accuracy.arms import hf
-from pilotage.accuracy.arms.base import Arm, Stream
+from pilotage.accuracy.arms.base import Stream
+from pilotage.accuracy.comparison import ArmResult, Reference
 from pilotage.accuracy.gates import ControlErrors
-from pilotage.core.errors import BadInput
-from pilotage.core.nouns import Status, Verdict, worst
+from pilotage.core.nouns import Observation, Status, Verdict, worst
+
+if TYPE_CHECKING:
+    from pilotage.arch.spec import ArchSpec
 
 ARMS = ("bfloat16", "float32")
-TIE_GAP = 1e-4
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArmResult:
-    """One dtype of the validation.
-
-    Attributes:
-        arm: its name, which is the dtype's.
-        verdicts: whole-model verdicts.
-        by_position: for each compared row its stream, position, phase and errors.
-        topk_errors: largest scaled error within the top k, by k, of target and baseline.
-        ties: rows where target and reference prefer different tokens.
-        receipt: what ran in the engine.
-        baseline: what the target was compared with.
-        controls: what the bound came from.
-        n_tokens: rows compared.
-    """
-
-    arm: str
-    verdicts: list[Verdict]
-    by_position: list[dict[str, Any]]
-    topk_errors: dict[str, dict[str, float | None]]
-    ties: list[dict[str, Any]]
-    receipt: Mapping[str, Any]
-    baseline: str
-    controls: dict[str, Any]
-    n_tokens: int
-
-    @property
-    def status(self) -> Status:
-        return worst([verdict.status for verdict in self.verdicts])
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "arm": self.arm,
-            "status": self.status.value,
-            "baseline": self.baseline,
-            "verdicts": [verdict.to_json() for verdict in self.verdicts],
-            "by_position": self.by_position,
-            "topk_errors": self.topk_errors,
-            "ties": self.ties,
-            "controls": self.controls,
-            "n_tokens": self.n_tokens,
-        }
+Observe = Callable[[str, Sequence[Stream]], Observation]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,165 +84,97 @@ def versions() -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reference:
-    """The reference's tokens and logits, and what every comparison with them needs.
+class Side:
+    """What Hugging Face has to say about one dtype.
 
     Attributes:
-        path: its checkpoint directory.
-        streams: prompts with the reference's greedy continuation.
-        logits: [rows, V] fp32 of all streams, joined.
-        phases: phase of each row.
-        where: stream index and position of each row.
+        arm: the dtype.
+        baseline: [rows, V] logits.
+        baseline_name: how they were computed.
+        controls: measured clean controls.
+        about: how the controls were had, for the report.
     """
 
-    path: Path
-    streams: list[Stream]
-    logits: Tensor
-    phases: list[str]
-    where: list[tuple[int, int]]
+    arm: str
+    baseline: Tensor
+    baseline_name: str
+    controls: list[ControlErrors]
+    about: dict[str, Any]
 
 
-def reference(path: Path, model: Any, tokens: Sequence[Sequence[int]], new_tokens: int) -> Reference:
-    """Let the fp32 reference continue the prompts and compute its logits.
-
-    Args:
-        path: its checkpoint.
-        model: the loaded model, fp32.
-        tokens: prompts.
-        new_tokens: tokens to generate after each.
-    """
-    sequences = hf.greedy(model, tokens, new_tokens)
-    streams = prompts.streams(
-        sequences, [len(prompt) for prompt in tokens], vocab_size=model.get_output_embeddings().weight.shape[0]
-    )
-    where = [(index, position) for index, stream in enumerate(streams) for position in stream.positions]
-    return Reference(
-        path=path,
-        streams=streams,
-        logits=joined(hf.HFArm(model, "hf_fp32"), streams),
-        phases=[streams[index].phase(position) for index, position in where],
-        where=where,
-    )
+def prompt_ids(path: Path, spec: ArchSpec) -> tuple[list[list[int]], int]:
+    """Return prompts for a checkpoint, by its own tokenizer where it has one, and how many tokens to add to each."""
+    sizes = prompts.lengths(sliding_window=spec.sliding_window, max_position=spec.max_position)
+    bos = spec.bos_token_id[0] if isinstance(spec.bos_token_id, list | tuple) else spec.bos_token_id
+    ids = prompts.token_ids(_encoder(path), sizes.prompts, vocab_size=spec.vocab_size, bos=bos)
+    return ids, sizes.new_tokens
 
 
-def joined(arm: Arm, streams: Sequence[Stream]) -> Tensor:
-    """Return an arm's logits of all streams as one [rows, V] tensor."""
-    return torch.cat(list(arm.observe(streams).logits))
+def _encoder(path: Path) -> Callable[[str], list[int]] | None:
+    from transformers import AutoTokenizer
+
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        return None
+    loader: Any = AutoTokenizer
+    with hf.quiet():
+        tokenizer = loader.from_pretrained(path)
+
+    def encode(text: str) -> list[int]:
+        with hf.quiet():  # the text is longer than some models' context, and is cut before it is used
+            return list(tokenizer.encode(text, add_special_tokens=False))
+
+    return encode
 
 
-def compare(
-    reference: Reference,
-    target: Tensor,
-    baseline: Tensor,
-    found: Sequence[ControlErrors],
-    *,
-    arm: str,
-    about: Mapping[str, Any] | None = None,
-    receipt: Mapping[str, Any] | None = None,
-    baseline_name: str = "",
-) -> ArmResult:
-    """Judge a target's logits and lay out the numbers behind it.
+def hugging_face(reference: Reference, model: Any, arm: str, key: Sequence[Any], *, rounded: Any = None) -> Side:
+    """Measure baseline and controls of one dtype.
 
     Args:
         reference: tokens and fp32 logits.
-        target: [rows, V] logits of the target.
-        baseline: [rows, V] logits of the baseline.
-        found: measured clean controls.
-        arm: "bfloat16" or "float32".
-        about: how the controls were had.
-        receipt: what ran in the engine.
-        baseline_name: what the baseline is.
+        model: the reference model in fp32; used, and left as it was, in the fp32 arm.
+        arm: dtype.
+        key: what the reference's checkpoint and rounding are, for the cache.
+        rounded: dtype that the reference's weights were rounded to, or None.
     """
-    expected, n = reference.logits, len(reference.where)
-    if target.shape != expected.shape:
-        # A head padded to a round size is served with its padding cut off; anything else is another vocabulary.
-        raise BadInput(
-            f"the target's vocabulary is {target.shape[-1]}, the reference's {expected.shape[-1]}",
-            where="--reference",
-            do="compare checkpoints of one vocabulary",
-        )
     dtype = getattr(torch, arm)
-    rows = {"target": metrics.row_errors(target, expected), "baseline": metrics.row_errors(baseline, expected)}
-    logits = {
-        "target": metrics.logit_errors(target, expected, dtype=dtype),
-        "baseline": metrics.logit_errors(baseline, expected, dtype=dtype),
-    }
-    measured = metrics.model_errors(rows["target"], rows["baseline"], reference.phases)
-    verdicts = [_locate(verdict, reference) for verdict in gates.whole_model(measured, found, arm=arm, n=n)]
-    return ArmResult(
-        arm=arm,
-        verdicts=verdicts,
-        by_position=_by_position(reference, rows, logits),
-        topk_errors={
-            k: _pair(float(logits["target"].topk[k].amax()), float(logits["baseline"].topk[k].amax()))
-            for k in logits["target"].topk
-        },
-        ties=_ties(reference, logits["target"]),
-        receipt=receipt or {},
-        baseline=baseline_name,
-        controls=dict(about or {}),
-        n_tokens=n,
+    skip: tuple[str, ...] = ()
+    if dtype is torch.float32:
+        # The reference itself runs sdpa: its baseline is the same model under the other attention implementation.
+        model.set_attn_implementation("eager")
+        baseline = comparison.joined(hf.HFArm(model, "baseline"), reference.streams)
+        model.set_attn_implementation("sdpa")
+        name, skip = "Hugging Face float32, eager attention", (controls.EAGER,)
+    else:
+        model = hf.load(reference.path, dtype, rounded_to=rounded)
+        baseline = comparison.joined(hf.HFArm(model, "baseline"), reference.streams)
+        name = f"Hugging Face {arm}, sdpa attention"
+    errors = metrics.row_errors(baseline, reference.logits)
+    tokens = [[list(stream.tokens), stream.prompt, list(stream.positions)] for stream in reference.streams]
+    found, missing, from_cache = controls.cached(
+        [*key, arm, tokens],
+        lambda: controls.measure(model, reference.streams, reference.logits, errors, reference.phases, skip=skip),
     )
+    about = {"from_cache": from_cache, "missing": missing, "rms_ratio": {c.name: c.estimate for c in found}}
+    return Side(arm=arm, baseline=baseline, baseline_name=name, controls=found, about=about)
 
 
-def _locate(verdict: Verdict, reference: Reference) -> Verdict:
-    """Say which token a verdict about one row means."""
-    if "row" not in verdict.evidence:
-        return verdict
-    import dataclasses
+def storage_dtype(path: Path) -> torch.dtype:
+    """Return the floating dtype that most elements of a checkpoint are stored in; float32 when none is."""
+    from safetensors import safe_open
 
-    evidence = dict(verdict.evidence)
-    stream, position = reference.where[evidence.pop("row")]
-    return dataclasses.replace(verdict, evidence={**evidence, "stream": stream, "position": position})
-
-
-def finite(value: float) -> float | None:
-    """Return `value`, or None where JSON has no number for it."""
-    return value if abs(value) != float("inf") and value == value else None
-
-
-def _pair(target: float, baseline: float) -> dict[str, float | None]:
-    ratio = target / baseline if baseline else (1.0 if target == 0 else float("inf"))
-    return {"target": finite(target), "baseline": finite(baseline), "ratio": finite(ratio)}
-
-
-def _by_position(
-    reference: Reference, rows: Mapping[str, metrics.RowErrors], logits: Mapping[str, metrics.LogitErrors]
-) -> list[dict[str, Any]]:
-    found = []
-    for row, (stream, position) in enumerate(reference.where):
-        entry: dict[str, Any] = {"stream": stream, "position": position, "phase": reference.phases[row]}
-        for name in ("target", "baseline"):
-            entry[name] = {
-                "linf": finite(float(rows[name].linf[row])),
-                "l2": finite(float(rows[name].l2[row])),
-                "kl": finite(float(logits[name].kl[row])),
-                "top1": bool(logits[name].top1[row]),
-                "ulps": finite(float(logits[name].ulps[row])),
-            }
-        target, baseline = rows["target"], rows["baseline"]
-        entry["ratio"] = {
-            "linf": _pair(float(target.linf[row]), float(baseline.linf[row]))["ratio"],
-            "l2": _pair(float(target.l2[row]), float(baseline.l2[row]))["ratio"],
-        }
-        found.append(entry)
-    return found
-
-
-def _ties(reference: Reference, logits: metrics.LogitErrors) -> list[dict[str, Any]]:
-    """List the rows whose most likely token differs, with how close the reference's two best were."""
-    return [
-        {
-            "stream": reference.where[row][0],
-            "position": reference.where[row][1],
-            "expected_token": int(logits.expected_top[row]),
-            "target_token": int(logits.actual_top[row]),
-            "gap": float(logits.gap[row]),
-            "tie": bool(logits.gap[row] < TIE_GAP),
-            "ulps": finite(float(logits.ulps[row])),
-        }
-        for row in (~logits.top1).nonzero().flatten().tolist()
-    ]
+    names = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    counts: dict[torch.dtype, int] = {}
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - a safetensors file is no mapping
+                entry = tensors.get_slice(name)
+                dtype = names.get(entry.get_dtype())
+                if dtype is not None:
+                    size = 1
+                    for length in entry.get_shape():
+                        size *= length
+                    counts[dtype] = counts.get(dtype, 0) + size
+    return max(counts, key=counts.__getitem__) if counts else torch.float32
 
 
 class Clock:
@@ -291,8 +182,90 @@ class Clock:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
 
-    def __call__(self, name: str, start: float) -> float:
+    def __call__(self, name: str) -> None:
+        """Give the time since the last call to `name`."""
         now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - start
-        return now
+        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
+        self._last = now
+
+
+def validate(
+    model: str,
+    *,
+    reference: str | None = None,
+    arms: Sequence[str] = ARMS,
+    eager: bool = False,
+    modules: bool = True,
+    command: str = "",
+    observe: Observe | None = None,
+) -> Validation:
+    """Compare a served model with Hugging Face's, teacher-forced through the real engine.
+
+    Args:
+        model: MODEL of the command line.
+        reference: a checkpoint to compare with instead of the model's own.
+        arms: dtypes.
+        eager: do not compile the engine's graphs.
+        modules: run the module checks as well.
+        command: the command line, for the report.
+        observe: replaces the engine: (arm, streams) -> observation. For measuring the gates themselves.
+
+    Raises:
+        PilotageError: something is missing or cannot be used.
+    """
+    from pilotage.arch import source
+    from pilotage.arch.spec import ArchSpec
+
+    clock = Clock()
+    path = source.resolve(model)
+    ref_path = source.resolve(reference) if reference is not None else path
+    spec = ArchSpec.from_hf(source.load_config(str(path)))
+    ref_spec = ArchSpec.from_hf(source.load_config(str(ref_path)))
+    verdicts = [same_config.config_verdict(spec, ref_spec)] if ref_path != path else []
+
+    stored, ref_stored = storage_dtype(path), storage_dtype(ref_path)
+    # A checkpoint converted to fewer bits is compared with its original rounded the same way.
+    rounded = stored if stored != ref_stored and stored.itemsize < ref_stored.itemsize else None
+    hf_model = hf.load(ref_path, torch.float32, rounded_to=rounded)
+    ids, new_tokens = prompt_ids(ref_path, ref_spec)
+    truth = comparison.reference(ref_path, hf_model, ids, new_tokens)
+    clock("hf_float32")
+    key = [controls.digest(ref_path), str(rounded)]
+    sides = []
+    for arm in arms:
+        sides.append(hugging_face(truth, hf_model, arm, key, rounded=rounded))
+        clock(f"controls_{arm}")
+
+    results = []
+    for side in sides:
+        if observe is not None:
+            observation = observe(side.arm, truth.streams)
+        else:
+            from pilotage.accuracy.arms.engine import EngineArm
+
+            observation = EngineArm(path, side.arm, enforce_eager=eager).observe(truth.streams)
+        results.append(
+            comparison.compare(
+                truth,
+                torch.cat(list(observation.logits)),
+                side.baseline,
+                side.controls,
+                arm=side.arm,
+                about=side.about,
+                receipt=observation.receipt,
+                baseline_name=side.baseline_name,
+            )
+        )
+        clock(f"engine_{side.arm}")
+    return Validation(
+        model=model,
+        reference=reference or model,
+        arms=results,
+        modules=[],
+        verdicts=verdicts,
+        streams=truth.streams,
+        command=command,
+        seconds=clock.seconds,
+    )

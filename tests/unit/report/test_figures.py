@@ -58,7 +58,8 @@ def test_ratio_bars_place_1_between_better_and_worse() -> None:
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(None, "–"), (float("nan"), "–"), (True, "–"), (0, "0"), (0.01234, "0.0123"), (1.0, "1"), (1240.6, "1,241"),
-     (3.14e-6, "3.14e-06"), (12345678, "12,345,678"), (1.0061, "1.01"), (99.96, "100"), (0.99996, "1"), (-0.5, "-0.500")],
+     (3.14e-6, "3.14e-06"), (12345678, "12,345,678"), (1.0061, "1.01"), (99.96, "100"), (0.99996, "1"),
+     (-0.5, "-0.500")],
 )  # fmt: skip
 def test_num(value: object, expected: str) -> None:
     assert text.num(value) == expected

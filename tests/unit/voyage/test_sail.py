@@ -251,13 +251,12 @@ def test_a_full_disk_is_said_at_once_and_leaves_no_half_record(
             raise OSError(28, "No space left on device")
         real(descriptor)
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StorageError, match="no space left") as caught:
+    with monkeypatch.context() as patched, pytest.raises(StorageError, match="no space left") as caught:
+        patched.setattr(os, "fsync", full)
         sail(run, legs(marks), VOYAGE)
     assert caught.value.exit_code == 2
     assert not (run.path / "3-weights.json").exists()
     assert not list(run.path.glob(".*.part"))
-    monkeypatch.undo()
     assert sail(run, legs(marks), VOYAGE).status is Status.PASS
     assert ran(marks, "diff") == 1
 

@@ -42,11 +42,13 @@ class ModelingSource:
         path: the file.
         root: the outermost class, e.g. "Gemma3ForCausalLM".
         classes: `root` and every class of the file that it is built from, directly or not, by name.
+        functions: the file's functions that these classes call, directly or not, by name.
     """
 
     path: Path
     root: str
     classes: dict[str, ClassSource]
+    functions: dict[str, ast.FunctionDef]
 
     def ending(self, *suffixes: str) -> list[ClassSource]:
         """The classes whose name ends with one of `suffixes`, nearest to the root first."""
@@ -109,7 +111,25 @@ def modeling_source(config: Any) -> ModelingSource | None:
         if name not in reached:
             reached[name] = classes[name]
             queue.extend(other for other in classes[name].uses if not other.endswith("PreTrainedModel"))
-    return ModelingSource(path=path, root=root, classes=reached)
+    return ModelingSource(path=path, root=root, classes=reached, functions=_called(path, reached))
+
+
+def _called(path: Path, classes: dict[str, ClassSource]) -> dict[str, ast.FunctionDef]:
+    functions = parse_functions(path)
+    reached: dict[str, ast.FunctionDef] = {}
+    queue = [name for found in classes.values() for name in _names(found.node) if name in functions]
+    while queue:
+        name = queue.pop(0)
+        if name not in reached:
+            reached[name] = functions[name]
+            queue.extend(other for other in _names(functions[name]) if other in functions)
+    return reached
+
+
+@functools.lru_cache(maxsize=32)
+def parse_functions(path: Path) -> dict[str, ast.FunctionDef]:
+    """Every function defined at the top level of a Python file."""
+    return {node.name: node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
 
 
 @functools.lru_cache(maxsize=32)

@@ -248,6 +248,11 @@ def _per_layer_config(reader: Reader) -> Field:
     )
 
 
+def _per_layer_input_size(reader: Reader) -> Field:
+    reader.mark("vocab_size_per_layer_input")
+    return reader.first(("hidden_size_per_layer_input",), 0)
+
+
 def _modalities(reader: Reader) -> Field:
     found = []
     for key, modality in ENCODER_KEYS.items():
@@ -317,7 +322,7 @@ FIELDS: dict[str, Rule] = {
     "v_head_dim": _plain("v_head_dim"),
     "num_kv_shared_layers": _plain("num_kv_shared_layers", default=0),
     "k_eq_v": _plain("attention_k_eq_v", default=False),
-    "per_layer_input_size": _plain("hidden_size_per_layer_input", default=0),
+    "per_layer_input_size": _per_layer_input_size,
     "per_layer_config": _per_layer_config,
     "num_mtp_layers": _plain("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers", default=0),
     "bos_token_id": _token("bos_token_id"),

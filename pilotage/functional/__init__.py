@@ -4,7 +4,7 @@ Each is a plain-torch definition plus whatever faster implementations have regis
 would run for a call, `receipt()` what did. They compute one rank's share and know nothing of process groups.
 """
 
-from pilotage.functional import sdpa  # noqa: F401  registers its implementations
+from pilotage.functional import native, sdpa  # noqa: F401  register their implementations
 from pilotage.functional.attention import attention_decode, flash_attention, segmented_attention, write_kv
 from pilotage.functional.norm import rms_norm
 from pilotage.functional.projections import (

@@ -1,0 +1,265 @@
+// The operators as torch operations: checks, strides, threads. The arithmetic is in the headers.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+
+namespace pilotage {
+namespace {
+
+using at::Tensor;
+
+template <typename T>
+const T* pointer(const Tensor& x) {
+  return static_cast<const T*>(x.const_data_ptr());
+}
+
+template <typename T>
+T* writable(const Tensor& x) {
+  return static_cast<T*>(x.mutable_data_ptr());
+}
+
+Tensor rows_contiguous(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
+
+template <typename T>
+void run_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& out) {
+  const int64_t k = weight.size(1), n = weight.size(0), m = x.numel() / k;
+  const int64_t k_padded = (k + 31) / 32 * 32;
+  const T* x_rows = pointer<T>(x);
+  std::vector<T> padded;
+  if (k_padded != k) {
+    padded.resize(m * k_padded);
+    for (int64_t i = 0; i < m; ++i) std::memcpy(padded.data() + i * k_padded, x_rows + i * k, k * sizeof(T));
+    x_rows = padded.data();
+  }
+  const T* w = pointer<T>(weight);
+  const T* b = bias ? pointer<T>(*bias) : nullptr;
+  T* y = writable<T>(out);
+  const int64_t blocks = (n + kWeightRowsAtATime - 1) / kWeightRowsAtATime;
+#pragma omp parallel for schedule(dynamic, 1) if (blocks > 1)
+  for (int64_t block = 0; block < blocks; ++block) {
+    const int64_t first = block * kWeightRowsAtATime, rows = std::min<int64_t>(kWeightRowsAtATime, n - first);
+    linear_block<T>(x_rows, w + first * k, b ? b + first : nullptr, y + first, m, rows, k, k_padded, n);
+  }
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1), "linear: shapes do not fit");
+  TORCH_CHECK(x.scalar_type() == weight.scalar_type() && (!bias || bias->scalar_type() == x.scalar_type()), "linear: dtypes differ");
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = weight.size(0);
+  Tensor out = at::empty(shape, x.options());
+  const Tensor x_flat = x.contiguous(), w_flat = weight.contiguous();
+  const std::optional<Tensor> b_flat = bias ? std::optional<Tensor>(bias->contiguous()) : std::nullopt;
+  if (x.scalar_type() == at::kBFloat16) {
+    run_linear<bf16>(x_flat, w_flat, b_flat, out);
+  } else {
+    TORCH_CHECK(x.scalar_type() == at::kFloat, "linear: only bfloat16 and float32");
+    run_linear<float>(x_flat, w_flat, b_flat, out);
+  }
+  return out;
+}
+
+struct Request {
+  int64_t first, count, length;  // its first token in the batch, its tokens, and its keys
+};
+
+template <typename T>
+void run_attention(const Tensor& q, const Tensor& out, const std::vector<Request>& requests, const std::vector<Keys<T>>& keys, int64_t kv_heads, const Options& options) {
+  const int64_t heads = q.size(1), h = q.size(2), group = heads / kv_heads, h_padded = (h + 31) / 32 * 32;
+  const int64_t tokens_in_tile = std::max<int64_t>(1, kRowsInTile / group);
+  const int64_t max_rows = tokens_in_tile * group;
+  TORCH_CHECK(max_rows <= kRowsInTile, "attention: more than ", kRowsInTile, " query heads share a key head");
+  std::vector<Tile> tiles;
+  std::vector<std::pair<int64_t, int64_t>> split;  // first tile and count of those that must be merged
+  int64_t states = 0;
+  for (int64_t r = 0; r < int64_t(requests.size()); ++r) {
+    const Request& request = requests[r];
+    const bool single = request.count <= tokens_in_tile;
+    for (int64_t head = 0; head < kv_heads; ++head) {
+      for (int64_t done = 0; done < request.count; done += tokens_in_tile) {
+        const int64_t n = std::min(tokens_in_tile, request.count - done);
+        const int64_t position = request.length - request.count + done;
+        const int64_t low = options.window ? std::max<int64_t>(0, position - options.window + 1) : 0, high = position + n;
+        Tile tile{request.first + done, n, position, r, head, low, high, -1};
+        if (single && low / kKeysInSplit != (high - 1) / kKeysInSplit) {
+          const int64_t first_tile = int64_t(tiles.size());
+          for (int64_t at = low / kKeysInSplit * kKeysInSplit; at < high; at += kKeysInSplit) {
+            tile.low = std::max(at, low);
+            tile.high = std::min(at + kKeysInSplit, high);
+            tile.state = states++;
+            tiles.push_back(tile);
+          }
+          split.emplace_back(first_tile, int64_t(tiles.size()) - first_tile);
+        } else {
+          tiles.push_back(tile);
+        }
+      }
+    }
+  }
+  const int64_t padded_rows = max_rows + 8, state_size = padded_rows * (h_padded + 2);
+  std::vector<float> kept(states * state_size);
+  const auto state_at = [&](float* base) { return State{base, base + padded_rows, base + 2 * padded_rows}; };
+  const auto finish = [&](const Tile& tile, const State& state) {
+    for (int64_t row = 0; row < tile.num_tokens * group; ++row) {
+      const int64_t head = tile.kv_head * group + row % group;
+      float total = state.total[row], scale = 1.0f;
+      if (options.sinks) {
+        const float top = std::max(state.top[row], options.sinks[head]);
+        scale = std::exp(state.top[row] - top);
+        total = total * scale + std::exp(options.sinks[head] - top);
+      }
+      scale = total == 0 ? 0.0f : scale / total;
+      T* to = writable<T>(out) + ((tile.token + row / group) * heads + head) * h;
+      int64_t i = 0;
+      for (; i + 16 <= h; i += 16) store16(to + i, load16(state.sum + row * h_padded + i) * scale);
+      for (; i < h; ++i) from_float(state.sum[row * h_padded + i] * scale, to[i]);
+    }
+  };
+  const T* q_base = pointer<T>(q);
+  const int64_t q_token = q.stride(0), q_head = q.stride(1);
+#pragma omp parallel if (tiles.size() > 1)
+  {
+    std::vector<float> own(state_size);
+    std::vector<T> rows(padded_rows * h_padded);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t t = 0; t < int64_t(tiles.size()); ++t) {
+      const Tile& tile = tiles[t];
+      const State state = state_at(tile.state < 0 ? own.data() : kept.data() + tile.state * state_size);
+      std::fill(state.top, state.top + padded_rows, kMasked);
+      std::fill(state.total, state.total + padded_rows * (h_padded + 1), 0.0f);
+      std::memset(static_cast<void*>(rows.data()), 0, rows.size() * sizeof(T));
+      const int64_t num_rows = tile.num_tokens * group;
+      for (int64_t row = 0; row < num_rows; ++row) {
+        const T* from = q_base + (tile.token + row / group) * q_token + (tile.kv_head * group + row % group) * q_head;
+        std::memcpy(rows.data() + row * h_padded, from, h * sizeof(T));
+      }
+      attend<T>(rows.data(), num_rows, group, h, h_padded, keys[tile.request], tile, options, state);
+      if (tile.state < 0) finish(tile, state);
+    }
+  }
+  for (const auto& [first, count] : split) {
+    const State whole = state_at(kept.data() + tiles[first].state * state_size);
+    for (int64_t part = first + 1; part < first + count; ++part) {
+      const State other = state_at(kept.data() + tiles[part].state * state_size);
+      for (int64_t row = 0; row < tiles[first].num_tokens * group; ++row) {
+        const float top = std::max(whole.top[row], other.top[row]);
+        const float a = std::exp(whole.top[row] - top), b = std::exp(other.top[row] - top);
+        whole.top[row] = top;
+        whole.total[row] = whole.total[row] * a + other.total[row] * b;
+        for (int64_t i = 0; i < h_padded; i += 16) {
+          float* sum = whole.sum + row * h_padded + i;
+          store16(sum, load16(sum) * a + load16(other.sum + row * h_padded + i) * b);
+        }
+      }
+    }
+    finish(tiles[first], whole);
+  }
+}
+
+std::vector<Request> requests_of(const Tensor& query_start_loc, const std::optional<Tensor>& seq_lens) {
+  TORCH_CHECK(query_start_loc.scalar_type() == at::kInt, "query_start_loc must be int32");
+  const Tensor starts = query_start_loc.contiguous();
+  const int32_t* start = pointer<int32_t>(starts);
+  const Tensor lengths = seq_lens ? seq_lens->contiguous() : Tensor();
+  TORCH_CHECK(!seq_lens || lengths.scalar_type() == at::kInt, "seq_lens must be int32");
+  std::vector<Request> out;
+  for (int64_t r = 0; r + 1 < starts.numel(); ++r) {
+    const int64_t count = start[r + 1] - start[r];
+    out.push_back({start[r], count, seq_lens ? int64_t(pointer<int32_t>(lengths)[r]) : count});
+  }
+  return out;
+}
+
+template <typename T>
+void attention_on(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& block_table, const std::vector<Request>& requests, const Options& options, Tensor& out) {
+  std::vector<Keys<T>> keys;
+  const bool paged = block_table.has_value();
+  const Tensor table = paged ? block_table->contiguous() : Tensor();
+  for (size_t r = 0; r < requests.size(); ++r) {
+    if (paged) {
+      keys.push_back({pointer<T>(k), pointer<T>(v), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
+                      pointer<int32_t>(table) + r * table.size(1), k.size(2)});
+    } else {
+      keys.push_back({pointer<T>(k) + requests[r].first * k.stride(0), pointer<T>(v) + requests[r].first * v.stride(0), 0, k.stride(1),
+                      k.stride(0), 0, v.stride(1), v.stride(0), nullptr, 0});
+    }
+  }
+  run_attention<T>(q, out, requests, keys, k.size(1), options);
+}
+
+Tensor attention(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, const std::optional<Tensor>& block_table, const Tensor& query_start_loc,
+                 const std::optional<Tensor>& seq_lens, double scale, std::optional<int64_t> window, std::optional<double> softcap, const std::optional<Tensor>& sinks) {
+  const Tensor q = rows_contiguous(q_any), k = rows_contiguous(k_any), v = rows_contiguous(v_any);
+  TORCH_CHECK(q.scalar_type() == k.scalar_type() && q.scalar_type() == v.scalar_type(), "attention: dtypes differ");
+  TORCH_CHECK(q.size(1) % k.size(1) == 0 && q.size(2) == k.size(-1) && q.size(2) == v.size(-1), "attention: shapes do not fit");
+  TORCH_CHECK(!block_table || block_table->scalar_type() == at::kInt, "block_table must be int32");
+  const Tensor sinks_fp32 = sinks ? sinks->to(at::kFloat).contiguous() : Tensor();
+  const Options options{float(scale), float(softcap.value_or(0)), window.value_or(0), sinks ? pointer<float>(sinks_fp32) : nullptr};
+  Tensor out = at::empty(q.sizes(), q.options());
+  const std::vector<Request> requests = requests_of(query_start_loc, seq_lens);
+  const int64_t used = requests.empty() ? 0 : requests.back().first + requests.back().count;
+  if (used < q.size(0)) out.narrow(0, used, q.size(0) - used).zero_();
+  if (q.scalar_type() == at::kBFloat16) {
+    attention_on<bf16>(q, k, v, block_table, requests, options, out);
+  } else {
+    TORCH_CHECK(q.scalar_type() == at::kFloat, "attention: only bfloat16 and float32");
+    attention_on<float>(q, k, v, block_table, requests, options, out);
+  }
+  return out;
+}
+
+Tensor packed_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& query_start_loc, double scale, std::optional<int64_t> window,
+                        std::optional<double> softcap, const std::optional<Tensor>& sinks) {
+  return attention(q, k, v, std::nullopt, query_start_loc, std::nullopt, scale, window, softcap, sinks);
+}
+
+Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_table, const Tensor& query_start_loc, const Tensor& seq_lens,
+                       double scale, std::optional<int64_t> window, std::optional<double> softcap, const std::optional<Tensor>& sinks) {
+  return attention(q, k_cache, v_cache, block_table, query_start_loc, seq_lens, scale, window, softcap, sinks);
+}
+
+void write_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k_any, const Tensor& v_any, const Tensor& slot_mapping) {
+  TORCH_CHECK(slot_mapping.scalar_type() == at::kLong, "slot_mapping must be int64");
+  TORCH_CHECK(k_cache.scalar_type() == k_any.scalar_type() && v_cache.scalar_type() == v_any.scalar_type(), "write_kv: dtypes differ");
+  TORCH_CHECK(k_cache.stride(-1) == 1 && v_cache.stride(-1) == 1, "write_kv: a head's channels must lie together");
+  const Tensor slots = slot_mapping.contiguous();
+  const int64_t block_size = k_cache.size(2), tokens = slots.numel(), heads = k_any.size(1);
+  const int64_t* slot = pointer<int64_t>(slots);
+  for (const auto& [cache, any] : {std::pair<const Tensor&, const Tensor&>(k_cache, k_any), {v_cache, v_any}}) {
+    const Tensor rows = rows_contiguous(any);
+    const int64_t size = cache.element_size(), bytes = rows.size(2) * size;
+    char* to = static_cast<char*>(cache.mutable_data_ptr());
+    const char* from = static_cast<const char*>(rows.const_data_ptr());
+    for (int64_t t = 0; t < tokens; ++t) {
+      if (slot[t] < 0) continue;
+      const int64_t at = slot[t] / block_size * cache.stride(0) + slot[t] % block_size * cache.stride(2);
+      for (int64_t head = 0; head < heads; ++head) {
+        std::memcpy(to + (at + head * cache.stride(1)) * size, from + (t * rows.stride(0) + head * rows.stride(1)) * size, bytes);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pilotage
+
+TORCH_LIBRARY_FRAGMENT(pilotage, m) {
+  m.def("native_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("native_packed_attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, float scale, int? window, float? softcap, Tensor? sinks) -> Tensor");
+  m.def("native_paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, float scale, int? window, float? softcap, Tensor? sinks) -> Tensor");
+  m.def("native_write_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slot_mapping) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(pilotage, CPU, m) {
+  m.impl("native_linear", TORCH_FN(pilotage::linear));
+  m.impl("native_packed_attention", TORCH_FN(pilotage::packed_attention));
+  m.impl("native_paged_attention", TORCH_FN(pilotage::paged_attention));
+  m.impl("native_write_kv", TORCH_FN(pilotage::write_kv));
+}

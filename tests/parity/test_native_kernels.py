@@ -1,0 +1,285 @@
+"""The compiled CPU operators against their definitions: odd shapes, every option, pages that must not be read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pilotage.functional as NF
+from pilotage.kernels import cpu
+
+pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=f"no compiled kernels: {cpu.unavailable()}")
+
+# The definition rounds once from fp32 as well; what differs is the order of fp32 sums and one rounding of the result.
+TOLERANCE = {torch.float32: {"rtol": 2e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2}}
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def compare(operator: str, *args: Any, dtype: torch.dtype, **kwargs: Any) -> None:
+    function = getattr(NF, operator)
+    with torch.no_grad():
+        with NF.forced({operator: "torch"}):
+            expected = function(*args, **kwargs)
+        with NF.forced({operator: "native"}):
+            got = function(*args, **kwargs)
+    torch.testing.assert_close(got, expected, **TOLERANCE[dtype])
+
+
+@dataclass
+class Batch:
+    """Requests of some lengths, each with its last `new` tokens in this step, cached in scattered pages."""
+
+    lengths: list[int]
+    new: list[int]
+    heads: int
+    kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: torch.dtype
+    padding: int = 3
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(len(self.lengths) * 1000 + self.head_size)
+        tokens = sum(self.new) + self.padding
+        pages_each = [-(-length // self.block_size) for length in self.lengths]
+        self.columns = max(pages_each) + 2
+        num_pages = sum(pages_each) + 3
+        order = torch.randperm(num_pages, generator=generator).tolist()
+        # Whatever belongs to nobody is NaN: reading it shows.
+        shape = (num_pages, self.kv_heads, self.block_size, self.head_size)
+        self.k_cache = torch.full(shape, float("nan"), dtype=self.dtype)
+        self.v_cache = torch.full(shape, float("nan"), dtype=self.dtype)
+        self.block_table = torch.full((len(self.lengths) + 1, self.columns), order[-1], dtype=torch.int32)
+        self.q = torch.randn(tokens, self.heads, self.head_size, generator=generator).to(self.dtype)
+        self.k = torch.randn(tokens, self.kv_heads, self.head_size, generator=generator).to(self.dtype)
+        self.v = torch.randn(tokens, self.kv_heads, self.head_size, generator=generator).to(self.dtype)
+        positions, owner, start = [], [], [0]
+        for row, (length, new) in enumerate(zip(self.lengths, self.new, strict=True)):
+            for page in range(pages_each[row]):
+                self.block_table[row, page] = order.pop(0)
+            for at in range(length):
+                page, slot = self.block_table[row, at // self.block_size], at % self.block_size
+                for cache in (self.k_cache, self.v_cache):
+                    values = torch.randn(self.kv_heads, self.head_size, generator=generator)
+                    cache[page, :, slot] = values.to(self.dtype)
+            positions += range(length - new, length)
+            owner += [row] * new
+            start.append(start[-1] + new)
+        start.append(start[-1])  # a padded row
+        self.positions = torch.tensor(positions + [0] * self.padding, dtype=torch.int32)
+        self.token_to_req = torch.tensor(owner + [-1] * self.padding, dtype=torch.int32)
+        self.query_start_loc = torch.tensor(start, dtype=torch.int32)
+        self.seq_lens = torch.tensor([*self.lengths, 0], dtype=torch.int32)
+
+    @property
+    def rows(self) -> dict[str, Tensor]:
+        return {
+            "token_to_req": self.token_to_req,
+            "positions": self.positions,
+            "query_start_loc": self.query_start_loc,
+        }
+
+    def paged(self, operator: str, **options: Any) -> None:
+        if operator == "segmented_attention":
+            options["kv_segment_size"] = 0
+        real = int(self.query_start_loc[-1])
+        args = (self.q, self.k_cache, self.v_cache)
+        kwargs = {**self.rows, "block_table": self.block_table, "seq_lens": self.seq_lens, **options}
+        results = []
+        for name in ("torch", "native"):
+            with torch.no_grad(), NF.forced({operator: name}):
+                results.append(getattr(NF, operator)(*args, **kwargs))
+        assert torch.isfinite(results[1]).all()
+        torch.testing.assert_close(results[1][:real], results[0][:real], **TOLERANCE[self.dtype])
+
+    def packed(self, **options: Any) -> None:
+        real = int(self.query_start_loc[-1])
+        results = []
+        for name in ("torch", "native"):
+            with torch.no_grad(), NF.forced({"flash_attention": name}):
+                results.append(NF.flash_attention(self.q, self.k, self.v, **self.rows, **options))
+        torch.testing.assert_close(results[1][:real], results[0][:real], **TOLERANCE[self.dtype])
+
+
+SHAPES = [  # heads, KV heads, head size, slots a page
+    (6, 2, 20, 16),
+    (4, 1, 256, 32),
+    (4, 4, 64, 16),
+    (16, 2, 33, 8),
+    (32, 1, 48, 32),
+    (7, 1, 80, 16),
+]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"window": 16},
+    {"window": 1},
+    {"window": 100, "softcap": 3.0},
+    {"sinks": True},
+    {"window": 40, "softcap": 5.0, "sinks": True},
+]
+
+
+def options_for(options: dict[str, Any], heads: int) -> dict[str, Any]:
+    options = {"scale": 0.21, **options}
+    if options.get("sinks"):
+        options["sinks"] = torch.linspace(-2, 3, heads)
+    return options
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_decode(shape: tuple[int, int, int, int], options: dict[str, Any], dtype: torch.dtype) -> None:
+    batch = Batch([1, 16, 63, 130, 17], [1, 1, 1, 1, 1], *shape, dtype)
+    batch.paged("attention_decode", **options_for(options, shape[0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 600])
+def test_decode_splits_long_requests(window: int | None, dtype: torch.dtype) -> None:
+    batch = Batch([1100, 5, 512, 513], [1, 1, 1, 3], 4, 2, 40, 32, dtype)
+    batch.paged("attention_decode", scale=0.3, window=window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_chunks(shape: tuple[int, int, int, int], options: dict[str, Any], dtype: torch.dtype) -> None:
+    batch = Batch([70, 16, 129, 40], [70, 1, 65, 13], *shape, dtype)
+    batch.paged("segmented_attention", **options_for(options, shape[0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fresh_prompts(shape: tuple[int, int, int, int], options: dict[str, Any], dtype: torch.dtype) -> None:
+    lengths = [70, 1, 129, 40]
+    Batch(lengths, lengths, *shape, dtype).packed(**options_for(options, shape[0]))
+
+
+def test_strided_queries_and_values() -> None:
+    """Inputs that are parts of one projection, as qkv_proj hands them over."""
+    batch = Batch([50], [50], 4, 2, 24, 16, torch.float32, padding=0)
+    whole = torch.randn(50, 8 * 24)
+    q, k, v = (part.view(50, -1, 24) for part in whole.split([4 * 24, 2 * 24, 2 * 24], dim=-1))
+    batch.q, batch.k, batch.v = q, k, v
+    batch.packed(scale=0.2)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (1, 1), (130, 63), (257, 640), (48, 100)])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 15, 16])
+def test_linear(rows: int, outputs: int, inputs: int, bias: bool) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
+    b = torch.randn(outputs).bfloat16() if bias else None
+    with torch.no_grad(), NF.forced({"linear": "native"}):
+        got = NF.linear(x, weight, b)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if b is None else b.double())
+    # fp32 sums, one rounding to bf16: half an ulp, and a little for the sums.
+    torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-4 * inputs**0.5)
+
+
+def test_linear_row_does_not_depend_on_the_batch() -> None:
+    x, weight = torch.randn(16, 640).bfloat16(), torch.randn(96, 640).bfloat16()
+    with torch.no_grad(), NF.forced({"linear": "native"}):
+        whole = NF.linear(x, weight)
+        for rows in (1, 2, 3, 5, 9):
+            assert torch.equal(NF.linear(x[:rows], weight), whole[:rows])
+
+
+def test_mlp_and_qkv() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(5, 96).bfloat16()
+    gate_up, down = torch.randn(2 * 80, 96).bfloat16() * 0.1, torch.randn(96, 80).bfloat16() * 0.1
+    compare("mlp", x, gate_up, down, activation="gelu_pytorch_tanh", dtype=torch.bfloat16)
+    with torch.no_grad(), NF.forced({"qkv_proj": "native"}):
+        q, k, v = NF.qkv_proj(x, gate_up, sizes=(96, 32, 32))
+    assert [part.shape[-1] for part in (q, k, v)] == [96, 32, 32]
+    torch.testing.assert_close(torch.cat((q, k, v), -1), x @ gate_up.T, rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("all_padding", [False, True])
+def test_write_kv(dtype: torch.dtype, all_padding: bool) -> None:
+    torch.manual_seed(1)
+    caches = [torch.randn(5, 3, 4, 10).to(dtype) for _ in range(2)]
+    whole = torch.randn(6, 3 * 10 * 2).to(dtype)
+    k, v = (part.view(6, 3, 10) for part in whole.split(30, dim=-1))
+    slots = torch.tensor([-1] * 6 if all_padding else [7, -1, 0, 19, 4, -1])
+    results = []
+    for name in ("torch", "native"):
+        mine = [cache.clone() for cache in caches]
+        with torch.no_grad(), NF.forced({"write_kv": name}):
+            NF.write_kv(*mine, k, v, slot_mapping=slots)
+        results.append(mine)
+    for expected, got in zip(*results, strict=True):
+        assert torch.equal(expected, got)
+
+
+def test_compiled_without_breaks_and_in_place() -> None:
+    """One graph, the same numbers, and the cache is written where it lies."""
+    batch = Batch([33, 7], [1, 1], 4, 2, 32, 16, torch.bfloat16, padding=0)
+    slots = torch.tensor([20, 40])
+    weight = torch.randn(64, 128).bfloat16()
+
+    def step(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        NF.write_kv(k_cache, v_cache, k, v, slot_mapping=slots)
+        out = NF.attention_decode(
+            q, k_cache, v_cache, **batch.rows, block_table=batch.block_table, seq_lens=batch.seq_lens, scale=0.2
+        )
+        return NF.o_proj(out.flatten(1), weight)
+
+    NF.reset_receipt()
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    results = []
+    with torch.no_grad():
+        for function in (step, compiled):
+            caches = [batch.k_cache.clone(), batch.v_cache.clone()]
+            addresses = [cache.data_ptr() for cache in caches]
+            results.append((function(batch.q, batch.k, batch.v, *caches), *caches))
+            assert [cache.data_ptr() for cache in caches] == addresses
+    for eager, fast in zip(*results, strict=True):
+        assert torch.equal(torch.nan_to_num(eager), torch.nan_to_num(fast))
+    ran = {name: entries[0]["implementation"] for name, entries in NF.receipt().items()}
+    assert ran == {"write_kv": "native", "attention_decode": "native", "o_proj": "native"}
+
+
+def test_one_thread_and_two_agree_to_the_bit() -> None:
+    batch = Batch([700, 90], [1, 90], 4, 1, 64, 16, torch.bfloat16)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            with torch.no_grad(), NF.forced({"segmented_attention": "native"}):
+                results.append(
+                    NF.segmented_attention(
+                        batch.q,
+                        batch.k_cache,
+                        batch.v_cache,
+                        **batch.rows,
+                        block_table=batch.block_table,
+                        seq_lens=batch.seq_lens,
+                        scale=0.2,
+                        kv_segment_size=0,
+                    )
+                )
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
+
+
+def test_refusals_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(17, 32).bfloat16(), torch.randn(8, 32).bfloat16()
+    assert NF.explain("linear", x[:16], weight)["implementation"] == "native"
+    assert "17 rows" in NF.explain("linear", x, weight)["refused"]["native"]
+    assert "float32" in NF.explain("linear", x[:1].float(), weight.float())["refused"]["native"]
+    assert "gradient" in NF.explain("linear", x[:1], weight.clone().requires_grad_())["refused"]["native"]
+    monkeypatch.setenv("PILOTAGE_DISABLE_KERNELS", "1")
+    off = NF.explain("linear", x[:16], weight)
+    assert off["implementation"] == "torch" and "switched off" in off["refused"]["native"]

@@ -69,11 +69,13 @@ def load_into(
     raise_problems(problems)
 
     sources = _sources(plan, checkpoint, parameters)
-    order = _order(plan, parameters)
+    repeats = _repeats(plan, parameters)
+    order = _order(plan, {name: parameter for name, parameter in parameters.items() if name not in repeats})
     shares = read_shares(order, sources, rank=rank, device=torch.device(device), dtype=dtype)
     loaded: dict[str, Tensor] = {}
     for name, tensor in track(shares, "loading weights", total=len(order)):
         loaded[name] = _shared(name, tensor, plan, loaded)
+    loaded |= {name: loaded[owner] for name, owner in repeats.items()}
     for name, tensor in loaded.items():
         _assign(model, name, parameters[name], tensor)
     left = [name for name, buffer in model.named_buffers() if buffer.is_meta]
@@ -128,14 +130,33 @@ def _sources(
     return sources | {native: [checkpoint[key]] for native, key in plan.ties.items()}
 
 
+def _owners(plan: Plan) -> dict[str, str]:
+    """Return checkpoint key -> the parameter that is that tensor as it is."""
+    return {step.hf[0]: step.native[0] for step in plan.steps if isinstance(step.rule, Rename)}
+
+
+def _repeats(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
+    """Return the tied parameters that are their source's parameter exactly, so that reading them again is in vain."""
+    owners = _owners(plan)
+    found = {}
+    for name, key in plan.ties.items():
+        owner = owners.get(key)
+        if owner is not None:
+            mine, theirs = parameters[name], parameters[owner]
+            plain = not has_weight_loader(mine) and not has_weight_loader(theirs)
+            if plain and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype):
+                found[name] = owner
+    return found
+
+
 def _order(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Put tied parameters right after the one they repeat: the repeated tensor is then held twice for a moment only."""
-    owner = {key: native for step in plan.steps if len(step.hf) == 1 for key in step.hf for native in step.native}
+    """Put tied parameters right after the one they repeat: what is the same is then held twice for a moment only."""
+    owners = _owners(plan)
     followers: dict[str, list[str]] = {}
-    for native, key in plan.ties.items():
-        if key in owner:
-            followers.setdefault(owner[key], []).append(native)
-    late = {native for names in followers.values() for native in names}
+    for name, key in plan.ties.items():
+        if name in parameters and key in owners:
+            followers.setdefault(owners[key], []).append(name)
+    late = {name for names in followers.values() for name in names}
     order: dict[str, nn.Parameter] = {}
     for name, parameter in parameters.items():
         if name not in late:
@@ -145,13 +166,10 @@ def _order(plan: Plan, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.P
 
 
 def _shared(name: str, tensor: Tensor, plan: Plan, loaded: Mapping[str, Tensor]) -> Tensor:
-    """Return the storage already loaded from the same checkpoint tensor where the bytes are the same."""
-    key = plan.ties.get(name)
-    for step in plan.steps if key is not None else ():
-        if step.hf == (key,):
-            for native in step.native:
-                if native in loaded and same_bytes(loaded[native], tensor):
-                    return loaded[native]
+    """Return the storage of the parameter that `name` is tied to, where that holds the same bytes."""
+    owner = _owners(plan).get(plan.ties[name]) if name in plan.ties else None
+    if owner is not None and owner in loaded and same_bytes(loaded[owner], tensor):
+        return loaded[owner]
     return tensor
 
 

@@ -231,7 +231,7 @@ class WeightMap:
     ) -> list[Problem]:
         problems = []
         writes = Counter(native for step in steps for native in step.native)
-        writes.update(ties)
+        writes.update(list(ties))
         model = set(wanted)
         for step in steps:
             for native in step.native:

@@ -6,6 +6,7 @@ would run for a call, `receipt()` what did. They compute one rank's share and kn
 
 from pilotage.functional import native, sdpa  # noqa: F401  register their implementations
 from pilotage.functional.attention import attention_decode, flash_attention, segmented_attention, write_kv
+from pilotage.functional.native import load_kernels
 from pilotage.functional.norm import rms_norm
 from pilotage.functional.projections import (
     ACTIVATIONS,
@@ -49,6 +50,7 @@ __all__ = [
     "kernels_disabled",
     "linear",
     "lm_head",
+    "load_kernels",
     "mlp",
     "o_proj",
     "operator",

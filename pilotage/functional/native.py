@@ -13,11 +13,22 @@ from torch import Tensor
 import pilotage.functional.attention
 import pilotage.functional.projections  # noqa: F401  the operators exist before implementations of them register
 from pilotage.functional.projections import activation_function
-from pilotage.functional.registry import Call, register
+from pilotage.functional.registry import Call, kernels_disabled, register
 from pilotage.kernels import cpu
 
 _MAX_ROWS = 16  # of a linear layer's input; from there on torch's matrix product is as fast
 _MAX_GROUP = 32  # query heads that share a key head
+
+
+def load_kernels() -> dict[str, str]:
+    """Load the compiled kernels now; a stored graph calls them by name and would not know how to get them.
+
+    Returns:
+        For each library "loaded", or the reason why it is not.
+    """
+    if kernels_disabled():
+        return {"cpu": "kernels are switched off by the environment"}
+    return {"cpu": cpu.unavailable() or "loaded"}
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -97,6 +97,7 @@ class Graphs:
             "groups": [dataclasses.asdict(group) for group in groups],
             "prefill_rows": [rows[name] for name in rows if name.startswith("prefill")][:1],
             "options": _options(),
+            "kernels": functional.load_kernels(),  # a stored graph calls them
         }
         return CompileCache(root() / fingerprint(self.vllm_config, self.model, self.caches, extra))
 

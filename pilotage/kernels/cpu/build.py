@@ -89,7 +89,7 @@ def _key(compiler: str) -> str:
     digest = hashlib.sha256()
     for part in (compiler, version, torch.__version__, sys.version, *_FLAGS, _processor()):
         digest.update(part.encode() + b"\0")
-    for source in sorted(_HERE.glob("*.h")) + [_HERE / "ops.cpp"]:
+    for source in [*sorted(_HERE.glob("*.h")), _HERE / "ops.cpp"]:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:20]
 

@@ -50,6 +50,8 @@ def _quiet() -> None:
     """Keep vLLM's logging down unless the user chose a level; must run before vllm is imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # Standard output belongs to the results of whoever calls us; vLLM would log there.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 
 def require_platform() -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from pilotage.core.errors import ConfigError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
 LAYOUT = "LBHNC"
+_ALIGNMENT = 64  # bytes: a cache line
 # Pages beyond what the running requests can need, kept for the prefix cache.
 PREFIX_CACHE_SHARE = 0.25
 
@@ -68,23 +70,28 @@ def allocate(config: KVCacheConfig, specs: Mapping[str, AttentionSpec]) -> dict[
         system commits the memory page by page as it is first written.
     """
     (num_bytes,) = {tensor.size for tensor in config.kv_cache_tensors}
-    buffer = torch.zeros(num_bytes, dtype=torch.int8)
+    raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
+    skip = -raw.ctypes.data % _ALIGNMENT
+    buffer = raw[skip : skip + num_bytes]
     caches: dict[str, list[Tensor]] = {}
     for tensor in config.kv_cache_tensors:
         for index, name in enumerate(tensor.layers):
             spec = specs[name]
-            typed = buffer.view(spec.dtype)
             heads, slots, size = spec.num_kv_heads, spec.block_size, spec.head_size
+            item = spec.dtype.itemsize
             start, stride = tensor.offset + index * tensor.layer_stride, tensor.block_stride
-            item = typed.element_size()
             if start % item or stride % item:
                 raise AssertionError(f"{name}: pages at byte {start}, stride {stride} are not aligned to {spec.dtype}")
-            pages = typed.as_strided(
-                (config.num_blocks, 2, heads, slots, size),
-                (stride // item, heads * slots * size, slots * size, size, 1),
-                start // item,
-            )
-            caches[name] = [pages[:, 0], pages[:, 1]]
+            shape = (config.num_blocks, heads, slots, size)
+            strides = (stride // item, slots * size, size, 1)
+            half = heads * slots * size * item
+            # Each view gets a storage object of its own over these bytes. As views of one storage they would be
+            # aliases to the compiler, which then copies whole caches around every write; they never share an element
+            # that two layers use at a time.
+            caches[name] = [
+                torch.from_numpy(buffer[first:]).view(spec.dtype).as_strided(shape, strides)
+                for first in (start, start + half)
+            ]
     return caches
 
 

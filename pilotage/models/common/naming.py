@@ -11,7 +11,6 @@ def same_names(*, tied: bool) -> WeightMap:
     Args:
         tied: the head has no tensor of its own and is loaded from the embedding's.
     """
-    rules = [Drop("model.layers.*.self_attn.rotary_emb.inv_freq", "computed from the config"), Identity()]
-    if tied:
-        rules.insert(0, Tie("lm_head.weight", "model.embed_tokens.weight"))
-    return WeightMap(rules)
+    head = [Tie("lm_head.weight", "model.embed_tokens.weight")] if tied else []
+    drop = Drop("model.layers.{i}.self_attn.rotary_emb.inv_freq", "computed from the config")
+    return WeightMap([*head, drop, Identity()])

@@ -8,6 +8,7 @@ Rules are joined by AND: no rule that passes can excuse one that fails.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +35,10 @@ ROW_BOUND = 3.0
 MIN_CONTROLS = 8
 CONTROL_CONFIDENCE = 0.999
 # Controls share much of their arithmetic with the baseline and can agree by luck; a spread below this is not believed.
-MIN_CONTROL_SPREAD = 0.05
+# The extreme of many rows varies more than their pool.
+MIN_CONTROL_SPREAD = 0.06
+MIN_EXTREME_SPREAD = 0.15
+MAX_BELOW_MEDIAN = 1.5
 # A control further off than this is no clean computation of the model, whatever it was meant to be.
 MAX_CONTROL_RATIO = 4.0
 # The floors are where nothing is wrong, so a bound under 1 floor says nothing; the row gain reached 0.92 of its own.
@@ -199,21 +203,28 @@ def two_way(actual: Tensor, expected: Tensor, *, rtol: float, atol: float, name:
     )
 
 
-def control_bound(values: Sequence[float]) -> float:
+def control_bound(values: Sequence[float], *, spread: float = MIN_CONTROL_SPREAD) -> float:
     """Return the value that one more clean control would stay under with 99.9% probability.
 
-    A one-sided prediction limit of the logarithms, Student's t with n - 1 degrees of freedom.
+    A one-sided prediction limit of the logarithms, Student's t with n - 1 degrees of freedom. Values far below the
+    median are raised towards it: a control that shares nearly all arithmetic with the reference must not widen the
+    limit at its other end.
+
+    Args:
+        values: a statistic of each control.
+        spread: smallest standard deviation of the logarithms that is believed.
 
     Raises:
-        ValueError: fewer than `MIN_CONTROLS` values, or one that is not positive and finite.
+        ValueError: fewer than `MIN_CONTROLS` values, one that is negative or not finite, or a median of 0.
     """
-    if len(values) < MIN_CONTROLS or not all(0 < value < math.inf for value in values):
-        raise ValueError(f"needs at least {MIN_CONTROLS} positive finite values, got {list(values)}")
-    logs = [math.log(value) for value in values]
+    median = statistics.median(values) if values else 0.0
+    if len(values) < MIN_CONTROLS or not all(0 <= value < math.inf for value in values) or median == 0:
+        raise ValueError(f"needs at least {MIN_CONTROLS} finite values, not mostly 0, got {list(values)}")
+    logs = [math.log(max(value, median / MAX_BELOW_MEDIAN)) for value in values]
     mean = math.fsum(logs) / len(logs)
-    spread = math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (len(logs) - 1))
+    deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (len(logs) - 1))
     quantile = metrics.student_t_quantile(CONTROL_CONFIDENCE, len(logs) - 1)
-    return math.exp(mean + quantile * max(spread, MIN_CONTROL_SPREAD) * math.sqrt(1 + 1 / len(logs)))
+    return math.exp(mean + quantile * max(deviation, spread) * math.sqrt(1 + 1 / len(logs)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,13 +283,13 @@ def whole_model(target: metrics.ModelErrors, controls: Sequence[ControlErrors], 
         fp32 arm, the row gain. Each can fail alone.
     """
     used = clean(controls)
-    statistics: list[tuple[str, str, float, tuple[float, float] | None, list[float], float, int]] = []
+    measures: list[tuple[str, str, float, tuple[float, float] | None, list[float], float, int]] = []
     for phase, ratio in target.rms.items():
         metric = "rms_ratio" if phase == "all" else f"rms_ratio_{phase}"
         where = "over all rows" if phase == "all" else f"over {phase} rows"
         highs = [control.high[phase] for control in used if phase in control.high]
         claim = f"{arm}: logit error {where} is that of a clean implementation"
-        statistics.append((claim, metric, ratio.estimate, (ratio.low, ratio.high), highs, MIN_MODEL_BOUND, ratio.n))
+        measures.append((claim, metric, ratio.estimate, (ratio.low, ratio.high), highs, MIN_MODEL_BOUND, ratio.n))
     others = [
         ("no single token is far off", "worst_row", target.worst_row, [c.worst_row for c in used], MIN_MODEL_BOUND),
         ("no single logit is far off", "linf_ratio", target.linf, [c.linf for c in used], MIN_MODEL_BOUND),
@@ -286,13 +297,11 @@ def whole_model(target: metrics.ModelErrors, controls: Sequence[ControlErrors], 
     if arm == "float32":
         # In a half precision rounding moves the gain more than any wrong epsilon does.
         others.append(("logits are not rescaled", "gain_ratio", target.gain, [c.gain for c in used], MIN_GAIN_BOUND))
-    statistics += [
-        (f"{arm}: {text}", metric, value, None, values, low, n) for text, metric, value, values, low in others
-    ]
+    measures += [(f"{arm}: {text}", metric, value, None, values, low, n) for text, metric, value, values, low in others]
 
     verdicts = []
     dropped = sorted({control.name for control in controls} - {control.name for control in used})
-    for claim, metric, value, interval, values, least, rows in statistics:
+    for claim, metric, value, interval, values, least, rows in measures:
         evidence: dict[str, Any] = {"controls": {c.name: v for c, v in zip(used, values, strict=False)}}
         if dropped:
             evidence["controls_dropped"] = dropped
@@ -301,10 +310,11 @@ def whole_model(target: metrics.ModelErrors, controls: Sequence[ControlErrors], 
         bound: float | None = None
         if not math.isfinite(value):
             status, source = Status.FAIL, "not finite where the reference is"
-        elif len(values) < MIN_CONTROLS:
+        elif len(values) < MIN_CONTROLS or statistics.median(values) == 0:
             status, source = Status.NOT_MEASURED, f"{len(values)} clean controls; a bound needs {MIN_CONTROLS}"
         else:
-            bound = max(least, control_bound(values))
+            spread = MIN_CONTROL_SPREAD if interval else MIN_EXTREME_SPREAD
+            bound = max(least, control_bound(values, spread=spread))
             ends = " upper ends" if interval else ""
             source = f"99.9% prediction limit from the{ends} of {len(values)} clean controls of this model"
             status = by_interval(*interval, bound) if interval else by_value(value, bound)

@@ -34,6 +34,11 @@ def checkpoint(directory: Path) -> str:
     return _digest([[path.relative_to(directory).as_posix(), _file(path, whole=whole)] for path in files])
 
 
+def file(path: Path) -> str:
+    """Digest one file by content."""
+    return _file(path, whole=True)
+
+
 def _file(path: Path, *, whole: bool) -> str:
     stat = path.stat()
     with open(path, "rb") as file:

@@ -152,10 +152,11 @@ def _rope(reader: Reader) -> Field:
     rotary_dim = reader.get("rotary_dim")
     if share is None and isinstance(rotary_dim, int):
         share = rotary_dim / _head_size(reader).value
-    where = next((reader.key(key) for key in keys if key in reader.text_raw), reader.key("rope_parameters"))
+    named = next((key for key in keys if reader.text_raw.get(key) is not None), "rope_parameters")
+    where = reader.key(named)
     parameters = getattr(reader.text, "rope_parameters", None)
     ropes = ropes_by_layer_type(parameters, _layer_types(reader).value, share, where)
-    return Field(value=ropes, source_key=where if ropes else None, stated=any(key in reader.text_raw for key in keys))
+    return Field(value=ropes, source_key=where if ropes else None, stated=any(reader.text_raw.get(key) for key in keys))
 
 
 def _nope_layers(reader: Reader) -> Field:
@@ -194,6 +195,10 @@ def _mlp_layer_types(reader: Reader) -> Field:
     kinds = tuple(
         "sparse" if i >= dense_first and i not in only and (i + 1) % step == 0 else "dense" for i in range(count)
     )
+    switches = {"first_k_dense_replace": dense_first, "mlp_only_layers": only, "decoder_sparse_step": step != 1}
+    key = next((name for name, value in switches.items() if value), None)
+    if key:
+        return Field(value=kinds, source_key=reader.key(key), stated=reader.states(key))
     return Field(value=kinds, source_key="derived: num_experts", stated=False)
 
 

@@ -52,6 +52,7 @@ class Aspect:
         label: what names it where no config key does.
         read: its value for one model.
         spec: the spec field whose source key names it, if any.
+        each: the values are key names, and those that one model lacks are named themselves.
         feature: the model has something here only where the value is not empty; decides between differs and absent.
     """
 
@@ -59,6 +60,7 @@ class Aspect:
     read: Callable[[Side, Traits], Any]
     spec: str | None = None
     feature: bool = False
+    each: bool = False
 
 
 def _spec(name: str, *, feature: bool = False) -> Aspect:
@@ -183,7 +185,7 @@ _TABLE = (
             Aspect("norm epsilon's key", _key("norm_eps"), "norm_eps"),
             Aspect("experts' key", _key("num_experts"), "num_experts"),
             Aspect("rope_parameters by kind of layer", lambda side, traits: len(_ropes(traits)) > 1, "rope"),
-            Aspect("keys that no field reads", _other_keys),
+            Aspect("other keys", _other_keys, each=True),
         ),
     ),
     _Row(
@@ -252,9 +254,10 @@ def _judge(row: _Row, pair: Pair, every: list[WorkItem]) -> ChecklistRow:
         any(aspect.read(side, traits) for aspect in features) for side, traits in ((pair.a, pair.ta), (pair.b, pair.tb))
     )
     verdict = "absent" if features and had and not has else "differs"
-    named = [_name(aspect, pair) for aspect in differing] or [found.title for found in items]
+    named = [name for aspect in differing for name in _names(aspect, pair)] or [found.title for found in items]
     # What another row's work covers (QK-norm is attention's) is not values only.
     covered = {aspect.spec for aspect in differing if aspect.spec}
+    covered &= {name for name in covered if row.name != work.CONFIG}  # there only the place of the key differs
     involved = items or [found for found in every if covered & set(found.reads)]
     places = [place for found in involved for place in found.touches.split("; ")]
     touches = "; ".join(dict.fromkeys(places)) or VALUES_ONLY
@@ -263,13 +266,16 @@ def _judge(row: _Row, pair: Pair, every: list[WorkItem]) -> ChecklistRow:
     )
 
 
-def _name(aspect: Aspect, pair: Pair) -> str:
+def _names(aspect: Aspect, pair: Pair) -> list[str]:
     """The config key that says so: the new model's, or the donor's where only that has one."""
+    if aspect.each:
+        a, b = set(aspect.read(pair.a, pair.ta)), set(aspect.read(pair.b, pair.tb))
+        return sorted(a ^ b)
     if aspect.spec is None:
-        return aspect.label
+        return [aspect.label]
     for side in (pair.b, pair.a):
         found = side.spec.fields[aspect.spec]
         if found.source_key and (found.stated or found.value is not None):
             key = found.source_key.removeprefix("derived: ").removeprefix("text_config.")
-            return f"{aspect.label} (source)" if key.startswith("source: ") else key
-    return aspect.label
+            return [f"{aspect.label} (source)" if key.startswith("source: ") else key]
+    return [aspect.label]

@@ -222,7 +222,7 @@ def _parallel(side: Side, layers: Iterable[Node]) -> bool:
         if switch in side.fields:
             return bool(side.fields[switch])
     forward = _forward(side, "DecoderLayer")
-    added = r"residual \+ \w*attn\w* \+ \w+|= \w*attn\w* \+ \w*(feed_forward|mlp)\w* \+ residual"
+    added = r"residual \+ \w*att\w* \+ \w+|= \w*att\w* \+ \w*(feed_forward|mlp)\w* \+ residual"
     return bool(re.search(added, forward))
 
 

@@ -45,8 +45,8 @@ def attention_pattern(pair: Pair) -> Iterator[WorkItem]:
             LAYERS,
             FROM_CONFIGS,
             f"Layer pattern: {pair.tb.layer_pattern}",
-            f"layer_types; {pair.a.label} has {pair.ta.layer_pattern}. Read it, do not compute it: counting layers from "
-            "one, or a pattern written into the code, inverts it unseen until a prompt passes the window",
+            f"layer_types; {pair.a.label} has {pair.ta.layer_pattern}. Read it, do not compute it: counting layers "
+            "from one, or a pattern written into the code, inverts it unseen until a prompt passes the window",
             reads=("layer_types", "sliding_window"),
         )
 

@@ -40,7 +40,7 @@ class Control:
         attention: transformers' attention implementation.
         change: applied to a copy of the model, or None.
         mode: see `HFArm`.
-        compiled: each decoder layer goes through `torch.compile`.
+        compiled: decoder layers of the most frequent kind go through `torch.compile`.
     """
 
     name: str
@@ -92,9 +92,16 @@ def _variant(model: Any, control: Control) -> HFArm:
         control.change(variant)
     variant.set_attn_implementation(control.attention)
     if control.compiled:
-        for layer in variant.get_decoder().layers:
+        for layer in _commonest(variant.get_decoder().layers):
             layer.forward = torch.compile(layer.forward, dynamic=True)
     return HFArm(variant, control.name, mode=control.mode)
+
+
+def _commonest(layers: Any) -> list[Any]:
+    """Return the layers of the most frequent kind: they share one graph, and each further kind costs seconds more."""
+    kinds = [getattr(layer, "attention_type", getattr(layer.self_attn, "is_sliding", None)) for layer in layers]
+    kind = max(kinds, key=kinds.count)
+    return [layer for layer, found in zip(layers, kinds, strict=True) if found == kind]
 
 
 def measure(

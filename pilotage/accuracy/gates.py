@@ -44,6 +44,9 @@ MAX_CONTROL_RATIO = 4.0
 # The floors are where nothing is wrong, so a bound under 1 floor says nothing; the row gain reached 0.92 of its own.
 MIN_MODEL_BOUND = 1.0
 MIN_GAIN_BOUND = 1.5
+# For single fp32 tensors, without controls of their own.
+BASELINE_SLACK = 3.0
+GAIN_BOUND = 3.0
 
 
 def by_interval(low: float, high: float, bound: float) -> Status:
@@ -60,15 +63,22 @@ def by_value(value: float, bound: float) -> Status:
     return Status.PASS if value <= bound else Status.FAIL
 
 
-def null_allowance(null_se: float, n: int) -> float:
-    """Return the factor by which two draws of one law may differ with `n` clusters and this standard error."""
+def null_allowance(ratio: metrics.Ratio, elements: int) -> float:
+    """Return the factor by which two draws of the baseline's error law may differ.
+
+    Args:
+        ratio: its clusters and the standard error under that hypothesis.
+        elements: elements in all clusters; Gaussian errors vary at least as much as that many of them do.
+    """
+    if ratio.n == 0:
+        return math.inf
     # Student's t over the normal quantile: few clusters estimate their own spread badly.
-    few = metrics.student_t_quantile(0.975, max(n - 1, 1)) / 1.96
-    return math.exp(min(NULL_ALLOWANCE * max(null_se, math.sqrt(1 / n)) * few, 100.0)) if n else math.inf
+    few = metrics.student_t_quantile(0.975, max(ratio.n - 1, 1)) / 1.96
+    return math.exp(min(NULL_ALLOWANCE * max(ratio.null_se, math.sqrt(1 / elements)) * few, 100.0))
 
 
-def _ratio_verdict(claim: str, metric: str, ratio: metrics.Ratio, evidence: dict[str, Any]) -> Verdict:
-    bound = TENSOR_RATIO_BOUND * null_allowance(ratio.null_se, ratio.n)
+def _ratio_verdict(claim: str, metric: str, ratio: metrics.Ratio, elements: int, evidence: dict[str, Any]) -> Verdict:
+    bound = TENSOR_RATIO_BOUND * null_allowance(ratio, elements)
     if math.isinf(ratio.estimate):
         status = Status.FAIL
     elif math.isnan(ratio.estimate):
@@ -147,8 +157,8 @@ def three_way(target: Tensor, expected: Tensor, baseline: Tensor, *, rtol: float
         return [single(Status.NOT_MEASURED, claim, "rms_ratio", why, n=measured.n, **evidence)]
 
     verdicts = [
-        _ratio_verdict(claim, "rms_ratio", measured.rms, evidence),
-        _ratio_verdict(f"{claim} without the largest 1%", "trimmed_rms_ratio", measured.trimmed, {}),
+        _ratio_verdict(claim, "rms_ratio", measured.rms, measured.n, evidence),
+        _ratio_verdict(f"{claim} without the largest 1%", "trimmed_rms_ratio", measured.trimmed, measured.n, {}),
     ]
     bound = max(ELEMENT_BOUND, ELEMENT_TAIL * measured.baseline_element)
     verdicts.append(
@@ -178,6 +188,45 @@ def three_way(target: Tensor, expected: Tensor, baseline: Tensor, *, rtol: float
             )
         )
     return verdicts
+
+
+def floored(target: Tensor, expected: Tensor, baseline: Tensor, *, name: str) -> list[Verdict]:
+    """Judge an fp32 tensor [..., width] against an fp32 reference, where the baseline is often bitwise equal to it.
+
+    The unit of each statistic is its floor, or what the baseline does if that is more.
+
+    Args:
+        target: what is tested.
+        expected: Hugging Face in fp32.
+        baseline: the same under its other attention implementation.
+        name: what is compared, for the claims.
+    """
+    claim = f"{name}: equal to the reference up to fp32 rounding"
+    if not target.shape == expected.shape == baseline.shape:
+        shapes = f"target {tuple(target.shape)}, expected {tuple(expected.shape)}, baseline {tuple(baseline.shape)}"
+        return [single(Status.FAIL, f"{name}: shapes agree", "shape", shapes)]
+    if expected.numel() == 0 or not bool(expected.isfinite().all() and baseline.isfinite().all()):
+        return [single(Status.NOT_MEASURED, claim, "finite", "nothing to compare, or a reference that is not finite")]
+    width = expected.shape[-1]
+    a, b = (metrics.row_errors(x.reshape(-1, width), expected.reshape(-1, width)) for x in (target, baseline))
+    return [
+        Verdict(
+            claim=f"{claim} ({what})",
+            metric=metric,
+            estimate=value if math.isfinite(value) else None,
+            bound=bound,
+            bound_source=f"unit: floor {floor}, or {BASELINE_SLACK:g} times the other attention's difference",
+            n=a.n,
+            status=by_value(value, bound),
+        )
+        for (metric, value), what, bound, floor in zip(
+            metrics.in_floors(a, b, slack=BASELINE_SLACK).items(),
+            ("pooled", "largest element", "rescaling of rows"),
+            (1.0, 1.0, GAIN_BOUND),
+            ("4 eps RMS(expected)", "80 eps RMS(expected)", "eps / 2"),
+            strict=True,
+        )
+    ]
 
 
 def two_way(actual: Tensor, expected: Tensor, *, rtol: float, atol: float, name: str) -> Verdict:

@@ -415,5 +415,29 @@ def model_errors(actual: RowErrors, baseline: RowErrors, phases: Sequence[str]) 
     )
 
 
+def in_floors(actual: RowErrors, baseline: RowErrors, *, slack: float) -> dict[str, float]:
+    """Return RMS error, largest error and row gain in units of their fp32 floors.
+
+    Args:
+        actual: errors of the arm.
+        baseline: errors of the baseline in the same rows.
+        slack: the unit is this times the baseline's error where that exceeds the floor.
+    """
+    rms_expected = math.sqrt(float(actual.expected_sq.mean()) / actual.width)
+
+    def rms(errors: RowErrors) -> float:
+        return math.sqrt(float(errors.sq.mean()) / errors.width)
+
+    pairs = {
+        "rms_in_floors": (rms(actual), rms(baseline), RMS_FLOOR * rms_expected),
+        "linf_in_floors": (float(actual.linf.amax()), float(baseline.linf.amax()), LINF_FLOOR * rms_expected),
+        "gain_in_floors": (_rms(actual.gain), _rms(baseline.gain), GAIN_FLOOR),
+    }
+    return {
+        name: 0.0 if value == 0 else value / unit if (unit := max(slack * other, floor)) else math.inf
+        for name, (value, other, floor) in pairs.items()
+    }
+
+
 def _rms(values: Tensor) -> float:
     return math.sqrt(float(values.square().mean()))

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from pilotage.accuracy import comparison, controls, metrics, prompts, same_config
+from pilotage.accuracy import modules as module_checks
 from pilotage.accuracy.arms import hf
 from pilotage.accuracy.arms.base import Stream
 from pilotage.accuracy.comparison import ArmResult, Reference
 from pilotage.accuracy.gates import ControlErrors
+from pilotage.core.errors import BadInput
 from pilotage.core.nouns import Observation, Status, Verdict, worst
 
 if TYPE_CHECKING:
@@ -218,6 +220,9 @@ def validate(
     from pilotage.arch import source
     from pilotage.arch.spec import ArchSpec
 
+    unknown = [arm for arm in arms if arm not in ARMS]
+    if unknown:
+        raise BadInput(f"no arm is called {unknown[0]!r}", where="--arm", do=f"use {' or '.join(ARMS)}")
     clock = Clock()
     path = source.resolve(model)
     ref_path = source.resolve(reference) if reference is not None else path
@@ -259,11 +264,16 @@ def validate(
             )
         )
         clock(f"engine_{side.arm}")
+    checked = []
+    if modules:
+        longest = max(truth.streams, key=lambda stream: len(stream.tokens))
+        checked = module_checks.check(path, ref_path, hf_model, longest.tokens, dtypes=arms, rounded=rounded)
+        clock("modules")
     return Validation(
         model=model,
         reference=reference or model,
         arms=results,
-        modules=[],
+        modules=checked,
         verdicts=verdicts,
         streams=truth.streams,
         command=command,

@@ -1,0 +1,188 @@
+"""Single modules as arms: Hugging Face's with the arguments its own model gives it, and ours on a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pilotage.core.errors import Unsupported
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What a module was called with inside its model.
+
+    Attributes:
+        x: its first tensor argument.
+        args: the other positional arguments.
+        kwargs: keyword arguments, without `x` where that came by keyword.
+        key: name under which `x` came, or None for the first positional one.
+    """
+
+    x: Tensor
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    key: str | None
+
+
+class HFModules:
+    """The modules of one Hugging Face model, callable with another input than they had.
+
+    Args:
+        model: the loaded causal language model.
+        tokens: one token stream.
+        names: modules, relative to the decoder ("layers.0.mlp").
+    """
+
+    def __init__(self, model: Any, tokens: Sequence[int], names: Sequence[str]) -> None:
+        self.decoder = model.get_decoder()
+        self.dtype: torch.dtype = model.dtype
+        self.calls: dict[str, Call] = {}
+        self.tokens = torch.tensor([list(tokens)])
+        hooks = [
+            self.decoder.get_submodule(name).register_forward_pre_hook(self._recorder(name), with_kwargs=True)
+            for name in names
+        ]
+        try:
+            with torch.inference_mode():
+                model(input_ids=self.tokens, use_cache=False, logits_to_keep=1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _recorder(self, name: str) -> Any:
+        def record(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if args:
+                self.calls[name] = Call(x=args[0], args=args[1:], kwargs=dict(kwargs), key=None)
+            else:
+                key = next(key for key, value in kwargs.items() if isinstance(value, Tensor))
+                rest = {other: value for other, value in kwargs.items() if other != key}
+                self.calls[name] = Call(x=kwargs[key], args=(), kwargs=rest, key=key)
+
+        return record
+
+    @torch.inference_mode()
+    def run(self, name: str, x: Tensor) -> Tensor:
+        """Call a module with `x` in place of its own input, and all else as its model gave it."""
+        call = self.calls[name]
+        module = self.decoder.get_submodule(name)
+        if x.is_floating_point():
+            x = x.to(self.dtype)
+        found = module(x, *call.args, **call.kwargs) if call.key is None else module(**{call.key: x}, **call.kwargs)
+        return found[0] if isinstance(found, tuple) else found
+
+    @torch.inference_mode()
+    def rope(self, positions: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [S, R] of one kind of layer at positions [S]."""
+        import inspect
+
+        rotary = self.decoder.rotary_emb
+        x = torch.zeros(1, dtype=self.dtype)
+        by_type = "layer_type" in inspect.signature(rotary.forward).parameters
+        cos, sin = rotary(x, positions[None], layer_type) if by_type else rotary(x, positions[None])
+        return cos[0], sin[0]
+
+
+class OurModules:
+    """The modules of one of our models, on a paged cache of their own.
+
+    Attention is fed in three parts, so that each of its paths is run: a prefill with nothing cached, a chunk that reads
+    the cache, and single decode tokens.
+
+    Args:
+        checkpoint: directory.
+        dtype: of weights and computation.
+        length: tokens of the stream.
+    """
+
+    DECODED = 4
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype, length: int) -> None:
+        from pilotage.arch import source
+        from pilotage.models import registry
+        from pilotage.models.common.paging import PagedSession
+
+        config = source.load_config(str(checkpoint))
+        entry = registry.find(config.architectures or [])
+        if entry is None:
+            raise Unsupported(
+                f"no model package serves {', '.join(config.architectures or ['an unnamed architecture'])}",
+                where=str(checkpoint / "config.json"),
+                do="scaffold one with `pilotage new`",
+            )
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("meta"):
+                self.model = entry.load().from_configs(config, None)
+            self.model.load_weights(checkpoint, "cpu")
+        finally:
+            torch.set_default_dtype(before)
+        self.model.eval().requires_grad_(False)
+        self.dtype, self.length = dtype, length
+        self.session = PagedSession(model=self.model, num_requests=1, max_tokens=length, block_size=16)
+
+    def module(self, name: str) -> Any:
+        """Return a module by its name relative to the decoder; None if there is none of that name."""
+        try:
+            return self.model.model.get_submodule(name)
+        except AttributeError:
+            return None
+
+    def steps(self) -> list[tuple[int, int, Any]]:
+        """Return (first row, end, context) of each step that the stream is fed in."""
+        from pilotage.models.common.paging import build_metadata
+
+        decode = max(1, self.length - self.DECODED)
+        half = max(1, decode // 2)
+        parts = [(0, half, {"fresh": True}), (half, decode, {})]
+        parts += [(row, row + 1, {"decode": True}) for row in range(decode, self.length)]
+        return [
+            (
+                start,
+                end,
+                build_metadata(
+                    self.session.layer_names,
+                    num_computed=[start],
+                    num_new=[end - start],
+                    block_table=self.session.block_table,
+                    block_size=self.session.block_size,
+                    num_tokens=end - start,
+                    **how,
+                ),
+            )
+            for start, end, how in parts
+            if start < end
+        ]
+
+    def rope(self, positions: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
+        """Return cos and sin [S, R] of one kind of layer at positions [S]."""
+        import pilotage.functional as NF
+
+        cos, sin = NF.rope_table(positions, self.model.model.rope[layer_type], self.dtype)
+        return cos, sin
+
+    @torch.inference_mode()
+    def with_context(self, name: str, x: Tensor, layer_type: str) -> Tensor:
+        """Call an attention module or a decoder layer on rows [1, S, D], step by step."""
+        module, rows = self.module(name), x[0].to(self.dtype)
+        out = []
+        for start, end, context in self.steps():
+            rope = self.rope(context["positions"], layer_type)
+            out.append(module(rows[start:end], rope, context))
+        return torch.cat(out)[None]
+
+    @torch.inference_mode()
+    def run(self, name: str, x: Tensor) -> Tensor:
+        """Call a module that looks at its input alone."""
+        return self.module(name)(x.to(self.dtype) if x.is_floating_point() else x)
+
+    @torch.inference_mode()
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embed tokens [1, S], scaled as the model scales them."""
+        return self.model.embed_input_ids(tokens[0])[None]

@@ -1,0 +1,95 @@
+"""Tensor parallelism in real processes: collectives in compiled graphs, and models whose logits equal one rank's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run
+
+from pilotage.core.errors import Unsupported
+from pilotage.models.common.paging import PagedSession
+from pilotage.parallel import get_tp_group, heads_per_rank
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
+from twins import hf_logits, hf_model, our_model, paged_logits, prompts
+
+pytestmark = pytest.mark.distributed
+
+
+def collectives(rank: int) -> dict[str, tuple[torch.Tensor, ...]]:
+    group = get_tp_group()
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * 2  # the collective must not write into what is used again
+        reduced = group.all_reduce(y)
+        return reduced, y, group.all_gather(y, dim=-1), group.all_gather(y, dim=0), group.reduce_scatter(y, dim=0)
+
+    x = torch.arange(8.0).reshape(4, 2) + 100 * rank
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+    compiled(x)
+    return {"eager": step(x), "compiled": compiled(x)}
+
+
+def test_collectives_are_right_eager_and_compiled(tmp_path: Path) -> None:
+    base = torch.arange(8.0).reshape(4, 2)
+    doubled = [base * 2, (base + 100) * 2]
+    total = doubled[0] + doubled[1]
+    for rank, results in enumerate(run(collectives, 2, tmp_path)):
+        expected = (
+            total,
+            doubled[rank],
+            torch.cat(doubled, dim=-1),
+            torch.cat(doubled, dim=0),
+            total[2 * rank : 2 * rank + 2],
+        )
+        for how, got in results.items():
+            for one, reference in zip(got, expected, strict=True):
+                assert torch.equal(one, reference), how
+
+
+STREAMS = prompts((41, 6, 22))
+
+
+def logits_of_rank(rank: int, path: Path, compiled: bool) -> dict[str, Any]:
+    model = our_model(path)
+    call = torch.compile(model, fullgraph=True, dynamic=False) if compiled else None
+    session = PagedSession(model=model, num_requests=4, max_tokens=48, call=call)
+    logits = paged_logits(session, STREAMS, chunk=17, bucket=48)
+    return {
+        "logits": logits,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "kv_heads": model.get_kv_spec().layers[0].num_kv_heads,
+    }
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "gemma3"])
+def test_two_ranks_give_the_logits_of_one(name: str, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    path = tiny(name)
+    expected = hf_logits(hf_model(path), STREAMS)
+    ranks = run(logits_of_rank, 2, tmp_path, path, name == "gemma3")
+    for result in ranks:
+        assert result["kv_heads"] == 1
+        for one, reference in zip(result["logits"], expected, strict=True):
+            torch.testing.assert_close(one, reference, rtol=0, atol=6e-5)
+    whole = sum(p.numel() for p in our_model(path).parameters())
+    assert max(r["parameters"] for r in ranks) < 0.6 * whole
+
+
+def test_more_ranks_than_key_value_heads(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    path = tiny("qwen2", num_attention_heads=8)
+    expected = hf_logits(hf_model(path), STREAMS)
+    for result in run(logits_of_rank, 4, tmp_path, path, False):
+        assert result["kv_heads"] == 1
+        for one, reference in zip(result["logits"], expected, strict=True):
+            torch.testing.assert_close(one, reference, rtol=0, atol=6e-5)
+
+
+def test_a_group_that_does_not_divide_is_refused_with_the_sizes_that_do() -> None:
+    assert heads_per_rank(8, 2, 4) == (2, 1)
+    with pytest.raises(Unsupported, match=r"6 query and 2 key/value heads.*tensor_parallel_size=3.*use 1, 2, 6"):
+        heads_per_rank(6, 2, 3)

@@ -1,0 +1,131 @@
+"""Every model against its transformers twin: tiny, perturbed, with scattered pages that were NaN before they were
+written. Streams are longer than three sliding windows, so that masks, patterns and bases show."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from twins import ATTENTION, BLOCK_SIZE, NAMES, hf_logits, hf_model, our_model, paged_logits, prompts
+
+import pilotage.functional as NF
+from pilotage.accuracy.testing import assert_close_three_way
+from pilotage.models.common.paging import PagedSession
+from pilotage.nn import unpack
+
+LENGTHS = (67, 6, 33)  # the tiny models' window is 16
+PREFILLS: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "nothing cached": {"fresh": True},
+    "chunked": {"chunk": 13},
+    "chunked, in segments": {"chunk": 13, "kv_segment_size": 4 * BLOCK_SIZE},
+}
+TOLERANCE = 4e-5
+Tiny = Callable[..., Path]
+
+
+def session_of(model: Any, **more: Any) -> PagedSession:
+    return PagedSession(model=model, num_requests=4, max_tokens=96, block_size=BLOCK_SIZE, **more)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def twin(request: pytest.FixtureRequest, tiny: Tiny) -> tuple[Path, list[list[int]], list[torch.Tensor], Any]:
+    path = tiny(request.param)
+    streams = prompts(LENGTHS)
+    return path, streams, hf_logits(hf_model(path), streams), our_model(path)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "sdpa"])
+@pytest.mark.parametrize("prefill", PREFILLS)
+def test_fp32_logits_equal_hf(twin: Any, prefill: str, implementation: str) -> None:
+    _, streams, expected, model = twin
+    chosen = {name: implementation for name in ATTENTION[:3]} | {"write_kv": "torch"}
+    with NF.forced(chosen):
+        got = paged_logits(session_of(model), streams, **PREFILLS[prefill])
+    for one, reference in zip(got, expected, strict=True):
+        # The largest logit is about 12, so this is 3e-6 of it; `test_planted_faults_show` has the other side.
+        torch.testing.assert_close(one, reference, rtol=0, atol=TOLERANCE)
+        assert torch.equal(one.argmax(-1), reference.argmax(-1))
+
+
+def test_bf16_errs_no_more_than_hf_in_bf16(twin: Any) -> None:
+    path, streams, expected, _ = twin
+    baseline = hf_logits(hf_model(path, torch.bfloat16), streams)
+    got = paged_logits(session_of(our_model(path, torch.bfloat16)), streams, chunk=24)
+    assert_close_three_way(
+        target=torch.cat(got).float(),
+        expected=torch.cat(expected),
+        baseline=torch.cat(baseline).float(),
+        name="logits",
+    )
+
+
+def test_packed_projections_change_nothing(twin: Any) -> None:
+    path, streams, _, model = twin
+    separate = our_model(path)
+    for layer in separate.model.layers:
+        for linear in (layer.self_attn.q_proj, layer.mlp.gate_proj):
+            assert linear.__dict__["packed"] is not None
+            unpack(linear)
+    packed_logits = paged_logits(session_of(model), streams)
+    for one, other in zip(packed_logits, paged_logits(session_of(separate), streams), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
+def test_one_graph_per_bucket_and_none_after(twin: Any) -> None:
+    _, streams, expected, model = twin
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    got = paged_logits(session_of(model, call=compiled), streams, chunk=13, bucket=48)
+    for one, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, reference, rtol=0, atol=TOLERANCE)
+    assert counters["stats"]["unique_graphs"] == 2  # one prefill bucket, one decode bucket; 11 steps
+    assert not counters["graph_break"]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        paged_logits(session_of(model, call=compiled), prompts((40, 3, 21), seed=1), chunk=13, bucket=48)
+
+
+def test_pages_of_other_requests_do_not_matter(twin: Any) -> None:
+    """The same request alone and beside others has the same bits: nothing of a neighbour leaks in."""
+    _, streams, _, model = twin
+    with NF.forced({name: "sdpa" for name in ATTENTION[:3]}):
+        together = paged_logits(session_of(model), streams, bucket=160)
+        alone = paged_logits(session_of(model), streams[:1], bucket=160)
+    torch.testing.assert_close(together[0], alone[0], rtol=0, atol=1e-5)
+
+
+FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "window off by one": ("gemma3", {"sliding_window": 17}),
+    "one RoPE base for both kinds": (
+        "gemma3",
+        {
+            "rope_parameters": {
+                kind: {"rope_type": "default", "rope_theta": 1e6} for kind in ("sliding_attention", "full_attention")
+            }
+        },
+    ),
+    "head size as the scale": ("gemma3", {"query_pre_attn_scalar": 20}),
+    "exact gelu": ("gemma3", {"hidden_activation": "gelu"}),
+    "norm epsilon": ("qwen3", {"rms_norm_eps": 1e-5}),
+    "RoPE scaling dropped": ("llama3", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_show(tiny: Tiny, tmp_path: Path, fault: str) -> None:
+    name, edit = FAULTS[fault]
+    path = tiny(name)
+    for file in path.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | edit))
+    streams = prompts(LENGTHS)
+    expected = torch.cat(hf_logits(hf_model(path), streams))
+    got = torch.cat(paged_logits(session_of(our_model(tmp_path)), streams))
+    assert (got - expected).abs().max() > 2 * TOLERANCE

@@ -239,6 +239,7 @@ def server(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     python: str = sys.executable,
+    entry: Sequence[str] = ("-m", "vllm.entrypoints.cli.main"),
     log: Path | None = None,
     timeout_s: float = 900.0,
 ) -> Iterator[Server]:
@@ -252,6 +253,7 @@ def server(
         arguments: further arguments of `vllm serve`.
         environment: further environment variables.
         python: interpreter of the environment to serve from; another one may hold another vLLM.
+        entry: what follows the interpreter to get the `vllm` command.
         log: where its output goes; None for a temporary file.
         timeout_s: how long it may take to answer.
 
@@ -261,7 +263,7 @@ def server(
     """
     port = port if port is not None else free_port()
     require_free(port)
-    command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+    command = [python, *entry, "serve", str(model)]
     command += ["--host", LOCALHOST, "--port", str(port), "--dtype", dtype]
     command += ["--max-num-seqs", str(max_num_seqs), "--tensor-parallel-size", str(tensor_parallel_size)]
     command += ["--max-model-len", str(max_model_len)] if max_model_len is not None else []

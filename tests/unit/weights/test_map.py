@@ -84,12 +84,12 @@ def test_a_lost_or_added_tensor_is_named(drawn: tuple[WeightMap, dict[str, Tenso
     with pytest.raises(WeightError) as caught:
         weight_map.mappings(names, parameters)
     assert lost in str(caught.value)
-    with pytest.raises(WeightError, match="h.99.surprise"):
+    with pytest.raises(WeightError, match=r"h\.99\.surprise"):
         weight_map.mappings([*tensors, "h.99.surprise"], parameters)
     parameter = data.draw(st.sampled_from(parameters))
     with pytest.raises(WeightError):
         weight_map.mappings(tensors, [name for name in parameters if name != parameter])
-    with pytest.raises(WeightError, match="layers.0.unknown"):
+    with pytest.raises(WeightError, match=r"layers\.0\.unknown"):
         weight_map.mappings(tensors, [*parameters, "layers.0.unknown"])
 
 

@@ -14,6 +14,8 @@ from markupsafe import Markup, escape
 
 MAX_POINTS = 220  # a line of more points is thinned: the page must stay small
 
+MAX_MARKED = 60  # a line of up to so many points has them marked
+
 _LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 8.0, 14.0, 18.0
 
 
@@ -121,6 +123,9 @@ def error_panel(
             parts.append(f'<circle class="dot {line.css}" cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="2"/>')
         elif points:
             parts.append(_polyline(points, line.css))
+            if len(points) <= MAX_MARKED:
+                # Few positions, perhaps with gaps between them: each is marked, so that the line promises nothing.
+                parts += [f'<circle class="dot {line.css}" cx="{x:.1f}" cy="{y:.1f}" r="1.7"/>' for x, y in points]
     described = "; ".join(f"{line.label}: {len(line.points)} positions" for line in lines)
     return Markup(
         f'<svg class="plot" role="img" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '

@@ -14,7 +14,7 @@ import pilotage
 from pilotage.core import store
 from pilotage.core.errors import StorageError
 from pilotage.core.nouns import Status
-from pilotage.report import accuracy, benchmark, figures, headline, text
+from pilotage.report import accuracy, benchmark, figures, headline, receipt, text
 from pilotage.report.record import REPORT_FILE, STAGES, Records, read
 
 MAX_BYTES = 5_000_000
@@ -98,6 +98,20 @@ def _bench_view(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
+def _fields(diff: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The config fields of both models in one table: differing ones first, then those of one model only."""
+    fields = (diff or {}).get("fields")
+    if not isinstance(fields, Mapping):
+        return []
+    rows = []
+    for name, pair in (fields.get("differ") or {}).items():
+        if isinstance(pair, list | tuple) and len(pair) == 2:
+            rows.append({"field": name, "a": pair[0], "b": pair[1]})
+    rows += [{"field": name, "a": value, "b": None} for name, value in (fields.get("only_a") or {}).items()]
+    rows += [{"field": name, "a": None, "b": value} for name, value in (fields.get("only_b") or {}).items()]
+    return rows
+
+
 def _glance(records: Records) -> dict[str, Any]:
     """The figures under the verdict: the longest stream of each arm, and the ratios of the benchmark."""
     panels = [accuracy.worst_panel(arm) for arm in (records.result("validate") or {}).get("arms") or []]
@@ -115,38 +129,6 @@ def _versions(records: Records) -> dict[str, str]:
     return merged
 
 
-def _receipts(records: Records) -> list[dict[str, Any]]:
-    """The receipts of the stages that ran the engine, each as rows of flat cells."""
-    found = []
-    for name in ("smoke", "validate"):
-        receipt = (records.result(name) or {}).get("receipt")
-        operators = receipt.get("operators") if isinstance(receipt, Mapping) else None
-        if operators:
-            found.append({"stage": name, "rows": receipt_rows(operators)})
-    return found
-
-
-def receipt_rows(operators: Any) -> list[dict[str, Any]]:
-    """Which implementation of each operator ran, how often and why; accepts a list of rows or operator -> row."""
-    rows: list[Mapping[str, Any]] = []
-    if isinstance(operators, Mapping):
-        for operator, entry in operators.items():
-            for one in entry if isinstance(entry, list) else [entry]:
-                row = one if isinstance(one, Mapping) else {"implementation": one}
-                rows.append({"operator": operator, **row})
-    else:
-        rows = [row for row in operators if isinstance(row, Mapping)]
-    return [
-        {
-            "operator": row.get("operator", "?"),
-            "implementation": row.get("implementation", "?"),
-            "selections": row.get("selections"),
-            "reason": row.get("reason"),
-        }
-        for row in rows
-    ]
-
-
 def _context(records: Records) -> dict[str, Any]:
     cards = headline.stage_cards(records)
     by_name = {card["name"]: card for card in cards}
@@ -161,11 +143,12 @@ def _context(records: Records) -> dict[str, Any]:
         "tiles": headline.key_numbers(records),
         "glance": _glance(records),
         "diff": diff,
+        "fields": _fields(diff),
         "weights": _weights_view(records.result("weights")),
         "smoke": _smoke_view(records.result("smoke")),
         "validate": _validate_view(records.result("validate")),
         "bench": _bench_view(records.result("bench")),
-        "receipts": _receipts(records),
+        "receipts": receipt.receipts(records),
         "implement": records.result("implement"),
         "register": records.result("register"),
         "commands": [

@@ -41,7 +41,7 @@ def diff() -> dict[str, Any]:
     ]
     return {
         "models": ["llama3", MODEL],
-        "fields": {"differ": [], "only_a": [], "only_b": []},
+        "fields": {"differ": {"hidden_size": [4096, 640]}, "only_a": {"pretraining_tp": 1}, "only_b": {}},
         "checklist": [
             {"row": row, "verdict": found, "fields": fields, "touches": "model.py: Attention.forward", "block": block}
             for row, found, fields, block in rows
@@ -184,7 +184,7 @@ def validate(*, fault: float = 1.0, seed: int = 0) -> dict[str, Any]:
         "arms": arms,
         "modules": modules,
         "verdicts": [verdict("the served model is the checkpoint's model", 1.02 * fault)],
-        "receipt": receipt(),
+        "receipt": {arm["arm"]: receipt() for arm in arms},
         "versions": {"torch": "2.13.0", "vllm": "0.33.0"},
         "command": f"pilotage validate {MODEL}",
     }

@@ -84,10 +84,13 @@ class PilotagePlatform(Platform):
         scheduler.max_num_scheduled_tokens = min(scheduler.max_num_scheduled_tokens or token_sizes[-1], token_sizes[-1])
         scheduler.max_num_seqs = min(seq_sizes[-1], token_sizes[-1])
         cls._longest_prompt = None if scheduler.enable_chunked_prefill else token_sizes[-1]
+        cls._vocab_size = model_config.get_vocab_size()
         threads.set_environment(parallel.world_size)
 
-    # Largest prompt that fits a graph, where prompts are not cut into chunks; set per engine configuration.
+    # For validate_request, from the engine configured last in this process. Largest prompt that fits a graph where
+    # prompts are not cut into chunks, and the vocabulary.
     _longest_prompt: int | None = None
+    _vocab_size: int | None = None
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
@@ -106,10 +109,15 @@ class PilotagePlatform(Platform):
                 "max_num_batched_tokens or enable chunked prefill"
             )
         forced = (getattr(params, "extra_args", None) or {}).get(FORCE_KEY)
-        if forced is not None and not (
-            isinstance(forced, list | tuple) and all(type(token) is int and token >= 0 for token in forced)
-        ):
+        if forced is None:
+            return
+        if not isinstance(forced, list | tuple) or not all(type(token) is int for token in forced):
             raise VLLMValidationError(f"extra_args[{FORCE_KEY!r}] must be a list of token ids, got {forced!r}")
+        for token in forced:
+            if token < 0 or (cls._vocab_size is not None and token >= cls._vocab_size):
+                raise VLLMValidationError(
+                    f"extra_args[{FORCE_KEY!r}]: {token} is not in the vocabulary of {cls._vocab_size} tokens"
+                )
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:

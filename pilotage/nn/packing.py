@@ -3,8 +3,8 @@
 `pack` moves the weights of a group into one storage and makes each parameter a view of its part: still the same
 Parameter, so names, ties and loaders survive. `project` then computes the group in one product, and separately where it
 is not packed. Whatever could part the views from the storage (moving, casting, replacing, assigning a state dict, deep
-copies) takes the packing apart, so that a packed group is never stale; `pack` again after it. Forward hooks of the
-members do not run while they are packed.
+copies) takes the packing apart, so that a packed group is never stale; `pack` again after it. Where a gradient is
+wanted the members are computed separately. Forward hooks of the members do not run while they are packed.
 """
 
 from __future__ import annotations
@@ -82,10 +82,12 @@ def unpack(member: nn.Module) -> None:
             other.__dict__[_SLOT] = None
 
 
-def _packed(members: tuple[nn.Module, ...]) -> Packed | None:
+def _packed(members: tuple[Any, ...]) -> Packed | None:
     packed = members[0].__dict__.get(_SLOT)
     if packed is None or len(packed.members) != len(members):
         return None
+    if torch.is_grad_enabled() and members[0].weight.requires_grad:
+        return None  # the storage is not a parameter: a product with it would lose the members' gradients
     return packed if all(a is b for a, b in zip(packed.members, members, strict=True)) else None
 
 

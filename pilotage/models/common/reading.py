@@ -58,8 +58,6 @@ def read(
     for kind in dict.fromkeys(spec.layer_types):
         if kind not in layer_types:
             raise refusal(spec, "layer_types", f"layers of kind {kind!r} are not implemented by this model")
-    if len(spec.layer_types) != spec.num_layers:
-        raise refusal(spec, "layer_types", f"{len(spec.layer_types)} kinds are given for {spec.num_layers} layers")
     if "sliding_attention" in spec.layer_types and not spec.sliding_window:
         raise refusal(spec, "sliding_window", "there are sliding layers, and it is not given")
     if spec.activation not in NF.ACTIVATIONS:

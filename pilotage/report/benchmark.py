@@ -10,6 +10,23 @@ from pilotage.report import figures
 from pilotage.report.figures import Interval
 from pilotage.report.text import number
 
+# Known metrics in a reader's words, with their unit and the direction that is better.
+LABELS: Mapping[str, str] = {
+    "decode_tok_s": "decode, tokens/s ↑",
+    "output_tok_s": "output, tokens/s ↑",
+    "ttft_ms": "time to first token, ms ↓",
+    "itl_ms": "inter-token latency, ms ↓",
+    "peak_rss_mib": "peak memory, MiB ↓",
+    "seconds": "start, s ↓",
+}
+# The one metric that stands for a load at the top of the page.
+_HEADLINE = ("decode_tok_s", "ttft_ms", "output_tok_s")
+
+
+def label(metric: Any) -> str:
+    """A metric's name for readers; an unknown one keeps its own."""
+    return LABELS.get(str(metric), str(metric))
+
 
 def spread(values: Any) -> dict[str, Any] | None:
     """Median, smallest and largest of the repetitions, or None when there are none."""
@@ -28,7 +45,7 @@ def load_tables(bench: Mapping[str, Any]) -> list[dict[str, Any]]:
     for load in loads:
         metrics = list(dict.fromkeys(metric for arm in arms.values() for metric in arm.get(load) or {}))
         rows = [
-            {"metric": metric, "cells": [spread((arm.get(load) or {}).get(metric)) for arm in arms.values()]}
+            {"metric": label(metric), "cells": [spread((arm.get(load) or {}).get(metric)) for arm in arms.values()]}
             for metric in metrics
         ]
         tables.append({"load": load, "arms": list(arms), "rows": [row for row in rows if any(row["cells"])]})
@@ -45,11 +62,40 @@ def ratio_rows(ratios: Sequence[Mapping[str, Any]], *, width: float = 220) -> li
     ]
     scale = figures.ratio_scale(intervals)
     return [
-        {**row, "figure": figures.ratio_bar(drawn, scale=scale, css="target", width=width)}
+        {
+            **row,
+            "metric": label(row.get("metric")),
+            "figure": figures.ratio_bar(drawn, scale=scale, css="target", width=width),
+        }
         for row, drawn in zip(usable, intervals, strict=True)
     ]
 
 
-def time_rows(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Where the time goes, each part with a bar of its share."""
-    return [{**part, "figure": figures.bar(number(part.get("share")) or 0.0, css="target")} for part in parts]
+def chosen(ratios: Sequence[Mapping[str, Any]], limit: int = 6) -> list[Mapping[str, Any]]:
+    """For the top of the page: of each load and opponent the metric that stands for the load."""
+    best: dict[tuple[Any, Any], Mapping[str, Any]] = {}
+    for row in ratios:
+        load = str(row.get("load"))
+        if load in ("memory", "start"):
+            continue
+        wanted = (
+            "ttft_ms"
+            if load.startswith("prefill")
+            else next(
+                (name for name in _HEADLINE if any(r.get("load") == load and r.get("metric") == name for r in ratios)),
+                None,
+            )
+        )
+        key = (load, row.get("against"))
+        if row.get("metric") == wanted or key not in best:
+            best[key] = row
+    return list(best.values())[:limit]
+
+
+def time_tables(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Where the time of a step goes: a table a load, each part with a bar of its share."""
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for part in parts:
+        figure = figures.bar(number(part.get("share")) or 0.0, css="target")
+        tables.setdefault(str(part.get("load", "")), []).append({**part, "figure": figure})
+    return [{"load": load, "rows": rows} for load, rows in tables.items()]

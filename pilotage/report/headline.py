@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pilotage.core.nouns import Status, worst
+from pilotage.report import benchmark
 from pilotage.report.record import STAGES, Records
 from pilotage.report.text import DASH, num, number, seconds, status_of
 
@@ -123,14 +124,14 @@ def key_numbers(records: Records) -> list[dict[str, Any]]:
         )
     bench = records.result("bench")
     if bench:
-        for ratio in bench.get("ratios") or []:
+        for ratio in benchmark.chosen(bench.get("ratios") or []):
             if number(ratio.get("ratio")) is None or len(tiles) >= 6:
                 continue
             tiles.append(
                 _tile(
                     f"{ratio.get('load')}, against {ratio.get('against')}",
                     f"{num(ratio.get('ratio'))}×",
-                    f"{num(ratio.get('ours'))} / {num(ratio.get('theirs'))} {ratio.get('metric', '')}".strip(),
+                    f"{num(ratio.get('ours'))} / {num(ratio.get('theirs'))} {benchmark.label(ratio.get('metric'))}",
                 )
             )
             break

@@ -93,8 +93,8 @@ def _bench_view(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {
         "tables": benchmark.load_tables(result),
         "ratios": benchmark.ratio_rows(result.get("ratios") or []),
-        "time": benchmark.time_rows(result.get("where_time_goes") or []),
-        "notes": result.get("notes") or [],
+        "time": benchmark.time_tables(result.get("where_time_goes") or []),
+        "loads": result.get("loads") or {},
     }
 
 
@@ -117,7 +117,9 @@ def _glance(records: Records) -> dict[str, Any]:
     panels = [accuracy.worst_panel(arm) for arm in (records.result("validate") or {}).get("arms") or []]
     return {
         "panels": [panel for panel in panels if panel is not None][:2],
-        "ratios": benchmark.ratio_rows((records.result("bench") or {}).get("ratios") or [], width=130)[:6],
+        "ratios": benchmark.ratio_rows(
+            benchmark.chosen((records.result("bench") or {}).get("ratios") or []), width=130
+        ),
     }
 
 

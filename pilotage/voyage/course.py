@@ -110,9 +110,9 @@ def donor_model(donor: str) -> str:
 
 
 def _scaffold(model: str, info: Mapping[str, Any], options: Options, run_dir: Path) -> Leg:
-    name = package_name(info)
-    out = str(run_dir / "scaffold" / name)
-    command, shown = _verb("new", name, "--from", model, "--donor", options.donor, "--out", out)
+    name, out = package_name(info), str(run_dir / "scaffold")
+    command = (sys.executable, "-m", "pilotage.voyage.stage", "scaffold", name, model, options.donor, out)
+    shown = shlex.join(("pilotage", "new", name, "--from", model, "--donor", options.donor, "--out", out))
     return Leg(stage="implement", command=command, shown=shown, depends={"donor": options.donor})
 
 

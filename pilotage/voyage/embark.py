@@ -106,7 +106,7 @@ def embark(
             "environment": fingerprint.environment(),
         }
         arrival = onboard.sail(run, legs, voyage, skip=options.skip, redo=redo, watcher=watcher)
-    scaffold = None if info["supported"] else run.path / "scaffold" / course.package_name(info)
+    scaffold = None if info["supported"] else run.path / "scaffold"
     return Voyage(info=info, arrival=arrival, run_dir=run.path, scaffold=scaffold)
 
 

@@ -50,7 +50,7 @@ def implement(result: Mapping[str, Any]) -> Judged:
     files = result.get("files") or []
     return (
         Status.NOT_MEASURED,
-        f"scaffold of {len(files)} files written",
+        f"scaffold of {len(files)} files " + ("written" if result.get("written", True) else "left as it was"),
         f"{architecture} has no model package yet; fill in the marked places and register it",
     )
 

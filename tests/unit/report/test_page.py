@@ -57,7 +57,7 @@ def test_a_whole_run_is_verified_and_shows_every_part(tmp_path: Path) -> None:
     assert "Attention method" in outline.text["diff"] and "QK-norm" in outline.text["diff"]
     assert "recomputed from the configuration" in outline.text["weights"]
     assert "blocked_cpu" in outline.text["receipt"]
-    assert "1.36×" in outline.text["bench"] and "decode x8" in outline.text["bench"]
+    assert "1.36×" in outline.text["bench"] and "decode-x8" in outline.text["bench"]
     assert "pilotage validate gemma3-270m" in outline.text["reproduce"]
     assert "vllm bench serve --dataset-name random" in outline.text["reproduce"]
     assert "0.32.0" in outline.text["reproduce"]

@@ -332,26 +332,28 @@ def whole_model(target: metrics.ModelErrors, controls: Sequence[ControlErrors], 
         fp32 arm, the row gain. Each can fail alone.
     """
     used = clean(controls)
-    measures: list[tuple[str, str, float, tuple[float, float] | None, list[float], float, int]] = []
+    measures: list[tuple[str, str, float, tuple[float, float] | None, dict[str, float], float, int]] = []
     for phase, ratio in target.rms.items():
         metric = "rms_ratio" if phase == "all" else f"rms_ratio_{phase}"
-        where = "over all rows" if phase == "all" else f"over {phase} rows"
-        highs = [control.high[phase] for control in used if phase in control.high]
-        claim = f"{arm}: logit error {where} is that of a clean implementation"
+        claim = f"{arm}: logit error over {phase} rows is that of a clean implementation"
+        highs = {control.name: control.high[phase] for control in used if phase in control.high}
         measures.append((claim, metric, ratio.estimate, (ratio.low, ratio.high), highs, MIN_MODEL_BOUND, ratio.n))
-    others = [
-        ("no single token is far off", "worst_row", target.worst_row, [c.worst_row for c in used], MIN_MODEL_BOUND),
-        ("no single logit is far off", "linf_ratio", target.linf, [c.linf for c in used], MIN_MODEL_BOUND),
+    extremes = [
+        ("no single token is far off", "worst_row", target.worst_row, "worst_row", MIN_MODEL_BOUND),
+        ("no single logit is far off", "linf_ratio", target.linf, "linf", MIN_MODEL_BOUND),
     ]
     if arm == "float32":
         # In a half precision rounding moves the gain more than any wrong epsilon does.
-        others.append(("logits are not rescaled", "gain_ratio", target.gain, [c.gain for c in used], MIN_GAIN_BOUND))
-    measures += [(f"{arm}: {text}", metric, value, None, values, low, n) for text, metric, value, values, low in others]
+        extremes.append(("logits are not rescaled", "gain_ratio", target.gain, "gain", MIN_GAIN_BOUND))
+    for text, metric, value, attribute, least in extremes:
+        found = {control.name: float(getattr(control, attribute)) for control in used}
+        measures.append((f"{arm}: {text}", metric, value, None, found, least, n))
 
     verdicts = []
     dropped = sorted({control.name for control in controls} - {control.name for control in used})
-    for claim, metric, value, interval, values, least, rows in measures:
-        evidence: dict[str, Any] = {"controls": {c.name: v for c, v in zip(used, values, strict=False)}}
+    for claim, metric, value, interval, found, least, rows in measures:
+        values = list(found.values())
+        evidence: dict[str, Any] = {"controls": found}
         if dropped:
             evidence["controls_dropped"] = dropped
         if metric == "worst_row":
@@ -364,8 +366,8 @@ def whole_model(target: metrics.ModelErrors, controls: Sequence[ControlErrors], 
         else:
             spread = MIN_CONTROL_SPREAD if interval else MIN_EXTREME_SPREAD
             bound = max(least, control_bound(values, spread=spread))
-            ends = " upper ends" if interval else ""
-            source = f"99.9% prediction limit from the{ends} of {len(values)} clean controls of this model"
+            of = "the upper ends of " if interval else ""
+            source = f"99.9% prediction limit from {of}{len(values)} clean controls of this model"
             status = by_interval(*interval, bound) if interval else by_value(value, bound)
         verdicts.append(
             Verdict(

@@ -1,0 +1,103 @@
+"""Compiled graphs: the same tokens, no compiling after the start, and a cache on disk that is checked before use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import check_tokens, generate, prompts_of
+
+from pilotage.serving import compile_cache, launch
+
+pytestmark = pytest.mark.engine
+
+CONFIG = {"num_batched_tokens_buckets": [48], "num_seqs_buckets": [4]}
+
+
+def start(path: Path) -> AbstractContextManager[Any]:
+    return launch.engine(path, dtype="float32", max_model_len=128, max_num_seqs=4, additional_config=CONFIG)
+
+
+def buckets(llm: Any) -> list[dict[str, Any]]:
+    (receipt,) = llm.collective_rpc("receipt")
+    return list(receipt["buckets"])
+
+
+def flip(file: Path) -> None:
+    """Damage a file in its middle."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(data)
+
+
+def test_cold_warm_and_damaged(
+    tiny: Callable[..., Path], oracle: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("PILOTAGE_COMPILE_CACHE", str(tmp_path))
+    path = tiny("gemma3")
+    prompts = prompts_of((3, 20, 70, 49, 90), seed=1)
+    references = [oracle(path).greedy(prompt, 12) for prompt in prompts]
+
+    with start(path) as llm:
+        cold = buckets(llm)
+        assert [(row["kind"], row["size"], row["cached"]) for row in cold] == [
+            ("decode", 4, False),
+            ("prefill", 48, False),
+        ]
+        traced = dict(counters["stats"])
+        check_tokens(generate(llm, prompts, 12), references)
+        assert dict(counters["stats"]) == traced, "something was traced while serving"
+        (receipt,) = llm.collective_rpc("receipt")
+    with start(path) as llm:
+        warm = buckets(llm)
+        assert all(row["cached"] for row in warm)
+        assert sum(row["seconds"] for row in warm) * 5 < sum(row["seconds"] for row in cold)
+        check_tokens(generate(llm, prompts, 12), references)
+        # What is in a graph is known although it was not traced here.
+        (again,) = llm.collective_rpc("receipt")
+        assert again["operators"].keys() == receipt["operators"].keys()
+
+    (directory,) = tmp_path.iterdir()
+    flip(directory / "decode-4.graph")
+    with start(path) as llm:
+        rebuilt = buckets(llm)
+        assert [row["cached"] for row in rebuilt] == [False, True]
+        check_tokens(generate(llm, prompts, 12), references)
+    libraries = sorted(directory.rglob("*.so"))
+    assert libraries
+    for library in libraries:
+        flip(library)
+    before = {library: library.read_bytes() for library in libraries}
+    with start(path) as llm:
+        check_tokens(generate(llm, prompts, 12), references)
+    assert all(not library.exists() or library.read_bytes() != before[library] for library in libraries)
+
+
+def test_other_code_is_another_fingerprint(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    real = compile_cache.fingerprint
+
+    def spy(*arguments: Any) -> str:
+        seen.append(real(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr("pilotage.serving.graphs.fingerprint", spy)
+    # Compiling is not the point here: only the fingerprints are.
+    monkeypatch.setattr("pilotage.serving.graphs.Graphs._prepare", lambda *_: None)
+    with start(tiny("gemma3")):
+        pass
+    with start(tiny("gemma3", rms_norm_eps=1e-5)):
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_cache, "_CODE", ("core",))
+        with start(tiny("gemma3")):
+            pass
+    with start(tiny("gemma3", seed=3)):
+        pass
+    assert len(set(seen)) == 3
+    assert seen[0] == seen[3], "the values of the weights do not matter"

@@ -1,0 +1,55 @@
+"""Each planted fault is found in the logits and in the module that holds it; clean models raise no alarm.
+
+The served model runs on its paged cache without the engine here, which makes a case cheap; `test_planted_engine.py`
+does the same through the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from planted import FAULTS, Fault, PagedArm
+
+from pilotage.accuracy.validate import validate
+from pilotage.core.nouns import Status
+
+pytestmark = pytest.mark.usefixtures("uncompiled_controls")
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_planted_fault_fails(
+    fault: Fault, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = tiny(fault.model)
+    checkpoint = fault.plant(original, tmp_path / "planted")
+    if fault.patch is not None:
+        fault.patch(monkeypatch)
+    result = validate(str(checkpoint), reference=str(original), observe=PagedArm(checkpoint))
+
+    assert result.status is Status.FAIL
+    statuses = {arm.arm: arm.status for arm in result.arms}
+    assert all(statuses[arm] is Status.FAIL for arm in fault.arms), statuses
+    (config,) = result.verdicts
+    assert config.status is (Status.FAIL if fault.config else Status.PASS)
+    assert len(config.evidence["differing"]) == (1 if fault.config else 0)
+
+    failing = {(m["kind"], m["dtype"]) for m in result.modules if m["verdict"]["status"] == "fail"}
+    assert set(fault.modules) <= failing, sorted(failing)
+    if not any(kind in ("attention", "decoder layer") for kind, _ in fault.modules) and fault.modules:
+        assert ("mlp", "float32") not in failing  # each module has the reference's input: errors do not travel
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ["llama3", "gemma3", "qwen2", "qwen3"])
+def test_clean_models_pass(name: str, seed: int, tiny: Callable[..., Path]) -> None:
+    checkpoint = tiny(name, seed=seed)
+    result = validate(str(checkpoint), observe=PagedArm(checkpoint))
+    assert result.status is Status.PASS, [
+        (verdict.claim, verdict.estimate, verdict.bound)
+        for arm in result.arms
+        for verdict in arm.verdicts
+        if verdict.status is not Status.PASS
+    ] + [module for module in result.modules if module["verdict"]["status"] != "pass"]
+    assert len(result.modules) > 20

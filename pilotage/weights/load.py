@@ -59,7 +59,8 @@ def load_into(
     if not 0 <= rank < world_size:
         raise WeightError(f"rank {rank} of {world_size}", where="load_into")
     checkpoint = SafetensorsCheckpoint(path, cache_dir)
-    parameters = _parameters(model)
+    # Two names of one Parameter count as two: each is written, so a head tied on the meta device is not left out.
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     plan = weight_map.plan(checkpoint.keys(), parameters)
     problems = list(plan.problems)
     if world_size == 1 and not any(has_weight_loader(parameter) for parameter in parameters.values()):
@@ -99,20 +100,6 @@ class MovedSlice:
     def __getitem__(self, index: object) -> Tensor:
         """Read a part of the parameter."""
         return self.rule.to_native([tensor[:] for tensor in self.tensors])[self.position][index].clone()  # type: ignore[index]
-
-
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    first: dict[int, str] = {}
-    for name, parameter in parameters.items():
-        other = first.setdefault(id(parameter), name)
-        if other != name:
-            raise WeightError(
-                f"is the same parameter as {other}; tied before loading, one of the two would be left out",
-                where=name,
-                do="give each its own parameter, both loaded from one tensor (Tie), and tie afterwards",
-            )
-    return parameters
 
 
 def _sources(

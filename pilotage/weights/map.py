@@ -177,6 +177,7 @@ class WeightMap:
         problems = []
         for tie in self.ties:
             if wanted is not None and tie.native not in wanted:
+                problems.append(Problem("extra", tie.native, "tied, and the model has no such parameter"))
                 continue
             if tie.native in present and tie.native != tie.source:
                 copies[tie.native] = tie.source

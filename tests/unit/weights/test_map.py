@@ -116,6 +116,7 @@ def test_fuse_and_split_keep_the_order_of_their_names() -> None:
         ([Rename("a", "x"), Drop("a", "why")], ["a"], ["x"], "a: double: a rule uses it and another drops it"),
         ([Identity(), Tie("b", "a")], ["a"], ["a", "b", "c"], "c: missing: the checkpoint has no such tensor"),
         ([Identity(), Tie("b", "a")], ["c"], ["b", "c"], "a: missing: the tied parameter b is read from it"),
+        ([Identity(), Tie("b", "a")], ["a"], ["a"], "b: extra: tied, and the model has no such parameter"),
         ([Rename("old.{i}", "new.{i}")], ["old.0"], ["new.0", "new.1"], "old.1: missing: .* parameter new.1"),
         ([Fuse(("q", "k"), "qk", (1, 1))], ["q"], ["qk"], "k: missing: q needs it beside it"),
         ([Rename("a", "x")], ["a", "b"], ["x"], "b: extra: no rule uses it, and none drops it"),

@@ -28,7 +28,8 @@ class ArmResult:
     Attributes:
         arm: its name, which is the dtype's.
         verdicts: whole-model verdicts.
-        by_position: for each compared row its stream, position, phase and errors.
+        by_position: for each compared row its stream, position, phase and errors; ratios are over the baseline's error
+            or its floor in float32, whichever is more.
         topk_errors: largest scaled error within the top k, by k, of target and baseline.
         ties: rows where target and reference prefer different tokens.
         receipt: what ran in the engine.
@@ -201,10 +202,13 @@ def _by_position(
                 "ulps": finite(float(logits[name].ulps[row])),
             }
         target, baseline = rows["target"], rows["baseline"]
-        entry["ratio"] = {
-            "linf": _pair(float(target.linf[row]), float(baseline.linf[row]))["ratio"],
-            "l2": _pair(float(target.l2[row]), float(baseline.l2[row]))["ratio"],
+        # The floors of the verdicts: a baseline that is exact by luck makes no target infinitely wrong.
+        size = float(target.expected_sq[row]) ** 0.5
+        units = {
+            "linf": max(float(baseline.linf[row]), metrics.LINF_FLOOR * size / target.width**0.5),
+            "l2": max(float(baseline.l2[row]), metrics.RMS_FLOOR * size),
         }
+        entry["ratio"] = {name: _pair(float(getattr(target, name)[row]), unit)["ratio"] for name, unit in units.items()}
         found.append(entry)
     return found
 

@@ -65,6 +65,7 @@ def command(*arguments: str, home: Path | None) -> tuple[int, dict[str, Any], st
         environment["PILOTAGE_HOME"] = str(home)
     done = subprocess.run(
         [sys.executable, "-m", "pilotage", "validate", *arguments, "--json"],
+        check=False,
         capture_output=True,
         text=True,
         env=environment,

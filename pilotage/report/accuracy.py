@@ -18,13 +18,14 @@ MAX_STREAMS = 6  # panels in one row of small multiples; the rest is counted, an
 def ratio_figure(verdict: Mapping[str, Any]) -> Markup | None:
     """The estimate of a ratio verdict on an axis with 1 and the bound; None where there is nothing to draw."""
     estimate, bound = number(verdict.get("estimate")), number(verdict.get("bound"))
-    if estimate is None or bound is None or estimate <= 0 or bound <= 0:
+    if "ratio" not in str(verdict.get("metric")) or estimate is None or bound is None or estimate <= 0 or bound <= 0:
         return None
     interval = verdict.get("interval") or [None, None]
     row = Interval(value=estimate, low=number(interval[0]), high=number(interval[1]))
-    scale = figures.ratio_scale([row], marks=(bound,))
+    marks = (1.0, bound)
+    scale = figures.ratio_scale([row], marks=marks)
     css = {Status.PASS: "pass", Status.FAIL: "fail", Status.NOT_MEASURED: "none"}[status_of(verdict.get("status"))]
-    return figures.ratio_bar(row, scale=scale, marks=(bound,), css=css, width=120)
+    return figures.ratio_bar(row, scale=scale, marks=marks, css=css, width=120)
 
 
 def verdict_row(verdict: Mapping[str, Any], *, context: str = "") -> dict[str, Any]:

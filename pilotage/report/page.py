@@ -32,7 +32,12 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        num=text.num, seconds=text.seconds, size=text.size, interval=text.interval, plain=text.plain
+        num=text.num,
+        seconds=text.seconds,
+        size=text.size,
+        interval=text.interval,
+        plain=text.plain,
+        visible=text.visible,
     )
     environment.globals.update(words=text.WORDS, signs=text.SIGNS, Status=Status, bar=figures.bar, max_rows=MAX_ROWS)
     return environment

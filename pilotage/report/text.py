@@ -97,3 +97,11 @@ def plain(value: Any, limit: int = 400) -> str:
     else:
         text = str(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def visible(value: str) -> str:
+    """Text with its control and private characters spelled out, so that what a model said can be seen."""
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else letter.encode("unicode_escape").decode()
+        for letter in value
+    )

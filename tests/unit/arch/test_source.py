@@ -104,6 +104,15 @@ def test_what_the_hub_answers_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
             source.resolve(model)
 
 
+def test_offline_means_that_the_hub_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(source, "_hub_answers", lambda endpoint: pytest.fail("asked the hub"))
+    with pytest.raises(Unavailable, match="no hub can be reached"):
+        source.resolve("acme/small")
+
+
 def test_a_model_in_the_local_hub_cache_needs_no_hub(
     tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

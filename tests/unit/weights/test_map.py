@@ -51,7 +51,9 @@ def maps(draw: st.DrawFn) -> tuple[WeightMap, dict[str, Tensor]]:
     if "transpose" in kinds:
         rules.append(Transpose("h.{i}.t", "layers.{i}.t"))
     if "permute" in kinds:
-        rules.append(Permute("h.{i}.p", "layers.{i}.p", view=(heads, a, 2, -1), order=(0, 2, 1, 3)))
+        # Any order: the rotary one is its own inverse, which would hide a wrong way back.
+        turned = tuple(draw(st.permutations(range(4))))
+        rules.append(Permute("h.{i}.p", "layers.{i}.p", view=(heads, a, 2, -1), order=turned))
     if "tie" in kinds:
         rules.append(Tie("lm_head", "head.weight"))
     if "drop" in kinds:

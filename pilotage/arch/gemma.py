@@ -138,7 +138,7 @@ def _write(target: Path) -> None:
     from pilotage.arch import gguf_file
 
     print(_NOTICE, file=sys.stderr, end="", flush=True)
-    with _packages(), tempfile.TemporaryDirectory(dir=target.parent, prefix=".gguf-") as scratch:
+    with _packages(), tempfile.TemporaryDirectory(dir=target) as scratch:
         package = importlib.import_module(_MODULE)
         reader = gguf_file.read(_assemble(package, Path(scratch)))
         check_metadata(gguf_file.metadata(reader))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,8 @@ def built_once(path: Path, write: Callable[[Path], None]) -> Path:
     with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         if not path.is_dir():
+            for left in path.parent.glob(f".{path.name}.*.part"):  # by a build that was killed
+                shutil.rmtree(left, ignore_errors=True)
             with store.new_directory(path) as directory:
                 try:
                     write(directory)

@@ -205,6 +205,16 @@ def test_a_failed_build_leaves_nothing_and_the_next_one_works(tmp_path: Path) ->
     assert (path / "file").read_text() == "whole"
 
 
+def test_what_a_killed_build_left_is_cleared_away(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        built_once(tmp_path / "thing", lambda directory: os._exit(9))
+    os.waitpid(pid, 0)
+    assert len(list(tmp_path.glob(".thing.*.part"))) == 1 and not (tmp_path / "thing").exists()
+    built_once(tmp_path / "thing", lambda directory: None)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [".thing.lock", "thing"]
+
+
 def test_a_full_disk_while_building_is_told_so(tmp_path: Path) -> None:
     from safetensors import SafetensorError
 

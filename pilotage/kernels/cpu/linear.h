@@ -4,15 +4,17 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
 
 #include "vec.h"
 
 namespace pilotage {
 
-constexpr int kWeightRowsAtATime = 64;  // what a thread takes at a time; every tile's row count divides it
+constexpr int kWeightRowsAtATime = 128;  // what a thread takes at a time; every tile's row count divides it
 
-// out[m, n] for MR rows of x and `rows_w` <= 16 / MR rows of the weight: sixteen sums, reduced together.
+constexpr int64_t kPrefetch = 4096;  // elements ahead in the weight: far enough for memory, near enough for the cache
+
+// out[m, n] for MR rows of x and `rows_w` <= 16 / MR rows of the weight: sixteen sums, reduced together. Each sum adds
+// its products in the same order whatever MR is.
 template <typename T, int MR>
 inline void linear_tile(const T* x, const T* w, const T* bias, T* out, int rows_w, int64_t k, int64_t k_padded, int64_t out_stride) {
   constexpr int NR = 16 / MR;
@@ -20,15 +22,18 @@ inline void linear_tile(const T* x, const T* w, const T* bias, T* out, int rows_
   const T* weight[NR];
   for (int n = 0; n < NR; ++n) weight[n] = w + std::min(n, rows_w - 1) * k;
   const int64_t whole = k / 32 * 32;
-  for (int64_t i = 0; i < whole; i += 32) {
-    Pack<T> part[NR];
+  const auto step = [&](int n, int64_t i) {
+    __builtin_prefetch(weight[n] + i + kPrefetch);
+    const Pack<T> part = Pack<T>::load(weight[n] + i);
+    for (int m = 0; m < MR; ++m) sum[m * NR + n] = dot(sum[m * NR + n], part, Pack<T>::load(x + m * k_padded + i));
+  };
+  if constexpr (MR <= 2) {  // bound by memory: one row after another is the order that it likes
     for (int n = 0; n < NR; ++n) {
-      __builtin_prefetch(weight[n] + i + NR * k);
-      part[n] = Pack<T>::load(weight[n] + i);
+      for (int64_t i = 0; i < whole; i += 32) step(n, i);
     }
-    for (int m = 0; m < MR; ++m) {
-      const Pack<T> row = Pack<T>::load(x + m * k_padded + i);
-      for (int n = 0; n < NR; ++n) sum[m * NR + n] = dot(sum[m * NR + n], part[n], row);
+  } else {  // bound by arithmetic: all sums at once, in registers
+    for (int64_t i = 0; i < whole; i += 32) {
+      for (int n = 0; n < NR; ++n) step(n, i);
     }
   }
   if (whole < k) {
@@ -39,11 +44,18 @@ inline void linear_tile(const T* x, const T* w, const T* bias, T* out, int rows_
       }
     }
   }
-  const f32x16 total = sum_lanes_of_16(sum);
-  for (int m = 0; m < MR; ++m) {
-    for (int n = 0; n < std::min(NR, rows_w); ++n) {
-      from_float(total[m * NR + n] + (bias ? to_float(bias[n]) : 0.0f), out[m * out_stride + n]);
+  f32x16 total = sum_lanes_of_16(sum);
+  if (bias) {
+    for (int m = 0; m < MR; ++m) {
+      for (int n = 0; n < std::min(NR, rows_w); ++n) total[m * NR + n] += to_float(bias[n]);
     }
+  }
+  alignas(64) T rounded[16];
+  store16(rounded, total);
+  if (rows_w >= NR) {
+    for (int m = 0; m < MR; ++m) std::memcpy(out + m * out_stride, rounded + m * NR, NR * sizeof(T));
+  } else {
+    for (int m = 0; m < MR; ++m) std::memcpy(out + m * out_stride, rounded + m * NR, rows_w * sizeof(T));
   }
 }
 
@@ -55,19 +67,26 @@ void linear_rows(const T* x, const T* w, const T* bias, T* out, int64_t rows_w, 
   }
 }
 
+// One block of the weight's rows. The results are collected before they are written: rows of `out` often lie a multiple
+// of the cache's period apart, and would throw each other out.
 template <typename T>
 void linear_block(const T* x, const T* w, const T* bias, T* out, int64_t m, int64_t rows_w, int64_t k, int64_t k_padded, int64_t out_stride) {
-  int64_t i = 0;
-  for (; m - i >= 8; i += 8) linear_rows<T, 8>(x + i * k_padded, w, bias, out + i * out_stride, rows_w, k, k_padded, out_stride);
-  if (m - i >= 4) {
-    linear_rows<T, 4>(x + i * k_padded, w, bias, out + i * out_stride, rows_w, k, k_padded, out_stride);
-    i += 4;
+  constexpr int kTogether = 8;
+  alignas(64) T kept[kTogether * kWeightRowsAtATime];
+  for (int64_t done = 0; done < m;) {
+    const int64_t left = m - done, together = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    const T* rows = x + done * k_padded;
+    switch (together) {
+      case 8: linear_rows<T, 8>(rows, w, bias, kept, rows_w, k, k_padded, kWeightRowsAtATime); break;
+      case 4: linear_rows<T, 4>(rows, w, bias, kept, rows_w, k, k_padded, kWeightRowsAtATime); break;
+      case 2: linear_rows<T, 2>(rows, w, bias, kept, rows_w, k, k_padded, kWeightRowsAtATime); break;
+      default: linear_rows<T, 1>(rows, w, bias, kept, rows_w, k, k_padded, kWeightRowsAtATime);
+    }
+    for (int64_t i = 0; i < together; ++i) {
+      std::memcpy(out + (done + i) * out_stride, kept + i * kWeightRowsAtATime, rows_w * sizeof(T));
+    }
+    done += together;
   }
-  if (m - i >= 2) {
-    linear_rows<T, 2>(x + i * k_padded, w, bias, out + i * out_stride, rows_w, k, k_padded, out_stride);
-    i += 2;
-  }
-  if (m - i >= 1) linear_rows<T, 1>(x + i * k_padded, w, bias, out + i * out_stride, rows_w, k, k_padded, out_stride);
 }
 
 }  // namespace pilotage

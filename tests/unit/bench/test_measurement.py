@@ -1,0 +1,91 @@
+"""Loads, metrics and ratios."""
+
+from __future__ import annotations
+
+import pytest
+
+from pilotage.bench.arms import client_arguments, find_peer
+from pilotage.bench.loads import LOADS, choose
+from pilotage.bench.measurement import metrics, ratios
+from pilotage.core.errors import BadInput, Unavailable
+
+
+def test_all_loads_that_fit_are_the_default() -> None:
+    assert [load.name for load in choose(None, max_model_len=2048)] == list(LOADS)
+    assert "prefill-1024" not in [load.name for load in choose(None, max_model_len=1024)]
+
+
+def test_a_load_can_be_named_once() -> None:
+    assert [load.name for load in choose("mixed, decode-x1,mixed", max_model_len=2048)] == ["mixed", "decode-x1"]
+
+
+def test_unknown_and_too_long_loads_are_refused_by_name() -> None:
+    with pytest.raises(BadInput, match=r"no load 'decode-x2'.*decode-x1"):
+        choose("decode-x2", max_model_len=2048)
+    with pytest.raises(BadInput, match="prefill-1024 needs 1026 tokens, the model serves 1024"):
+        choose("prefill-1024", max_model_len=1024)
+    with pytest.raises(BadInput, match="longer than the model's 16 tokens"):
+        choose(None, max_model_len=16)
+
+
+def test_metrics_of_a_batch() -> None:
+    found = metrics(
+        LOADS["decode-x8"],
+        ttfts_s=[0.1] * 8,
+        decode_s=[6.3] * 8,  # 63 steps of 0.1 s
+        output_lens=[64] * 8,
+        duration_s=6.4,
+    )
+    assert found == pytest.approx({"ttft_ms": 100, "itl_ms": 100, "decode_tok_s": 80, "output_tok_s": 80})
+
+
+def test_a_prefill_has_no_decode_metrics() -> None:
+    found = metrics(LOADS["prefill-1024"], ttfts_s=[0.5], decode_s=[0.0], output_lens=[1], duration_s=0.5)
+    assert found == pytest.approx({"ttft_ms": 500, "output_tok_s": 2})
+
+
+@pytest.mark.parametrize("lengths", [[], [63]])
+def test_short_answers_are_not_measured(lengths: list[int]) -> None:
+    with pytest.raises(Unavailable, match="64 were asked for"):
+        metrics(LOADS["decode-x1"], ttfts_s=[0.1], decode_s=[1.0], output_lens=lengths, duration_s=1.0)
+
+
+def test_ratios_pair_the_repeats_and_above_one_is_better() -> None:
+    arms = {
+        "pilotage": {
+            "a": {"decode_tok_s": [10.0, 40.0, 30.0], "ttft_ms": [50.0]},
+            "memory": {"peak_rss_mib": [500.0]},
+            "start": {"seconds": [3.0]},
+        },
+        "hf": {"a": {"decode_tok_s": [20.0, 20.0, 20.0], "ttft_ms": [100.0]}, "memory": {"peak_rss_mib": [1000.0]}},
+    }
+    rows = {(row["load"], row["metric"]): row for row in ratios(arms, "pilotage")}
+    decode = rows["a", "decode_tok_s"]
+    assert (decode["ratio"], decode["low"], decode["high"], decode["n"]) == (1.5, 0.5, 2.0, 3)
+    assert rows["a", "ttft_ms"]["ratio"] == 2.0
+    assert rows["memory", "peak_rss_mib"]["ratio"] == 2.0
+    assert ("start", "seconds") not in rows  # Hugging Face starts no server
+    assert {row["against"] for row in rows.values()} == {"hf"}
+
+
+def test_the_client_sends_greedy_requests_of_the_load() -> None:
+    arguments = client_arguments(LOADS["mixed"], url="http://127.0.0.1:1", model="m", seed=7)
+    said = dict(zip(arguments[:-2:2], arguments[1:-2:2], strict=True))
+    assert said["--random-range-ratio"] == "0.5" and said["--max-concurrency"] == "4" and said["--seed"] == "7"
+    assert said["--temperature"] == "0" and arguments[-2:] == ["--ignore-eos", "--disable-tqdm"]
+
+
+def test_a_peer_that_is_none(tmp_path: object) -> None:
+    with pytest.raises(Unavailable, match="no such interpreter"):
+        find_peer(f"{tmp_path}/python")
+    with pytest.raises(Unavailable, match="does not run"):
+        find_peer("/bin/false")
+
+
+def test_a_peer_without_vllm(tmp_path: object) -> None:
+    import subprocess
+    import sys
+
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", f"{tmp_path}/venv"], check=True)
+    with pytest.raises(Unavailable, match="no vllm in that environment"):
+        find_peer(f"{tmp_path}/venv/bin/python")

@@ -1,0 +1,108 @@
+"""Children that answer questions, peak memory, and taking a step apart."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from pilotage.bench import memory
+from pilotage.bench.child import Child
+from pilotage.bench.step_profile import Stopwatch, classify
+from pilotage.core.errors import Unavailable
+
+
+@pytest.fixture
+def child_module(tmp_path: Path) -> dict[str, str]:
+    """A module that answers; the environment in which a child finds it."""
+    (tmp_path / "answering.py").write_text(
+        textwrap.dedent("""
+            import os, sys
+            from pilotage.bench.child import serve
+
+            def answer(question):
+                print("chatter")  # a library that prints
+                if question.get("die"):
+                    print("the reason", file=sys.stderr, flush=True)
+                    os._exit(3)
+                return {"double": 2 * question["number"]}
+
+            serve(answer)
+        """)
+    )
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+def test_answers_are_apart_from_what_is_printed(child_module: dict[str, str], tmp_path: Path) -> None:
+    with Child("answering", tmp_path / "log", environment=child_module) as child:
+        assert child.ask({"number": 4}) == {"double": 8}
+        child.send({"number": 1})
+        assert child.receive() == {"double": 2}
+        pid = child.pid
+    assert "chatter" in (tmp_path / "log").read_text()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_failed_question_says_why(child_module: dict[str, str], tmp_path: Path) -> None:
+    with Child("answering", tmp_path / "log", environment=child_module) as child:
+        with pytest.raises(Unavailable, match="KeyError: 'number'"):
+            child.ask({})
+        assert child.ask({"number": 1}) == {"double": 2}  # it goes on
+
+
+def test_a_dead_child_is_reported_with_its_log(child_module: dict[str, str], tmp_path: Path) -> None:
+    with (
+        Child("answering", tmp_path / "log", environment=child_module) as child,
+        pytest.raises(Unavailable, match=r"ended with code 3(.|\n)*the reason"),
+    ):
+        child.ask({"die": True})
+
+
+def test_peak_memory_counts_descendants_and_outlives_the_peak() -> None:
+    code = (
+        "import subprocess, sys, time; x = bytearray(80 << 20); del x; "
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; y = bytearray(60 << 20); print(1, flush=True); "
+        "time.sleep(60)'], stdout=subprocess.PIPE); p.stdout.readline(); print(1, flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        pids = memory.tree(process.pid)
+        assert len(pids) == 2 and pids[0] == process.pid
+        peak = memory.peak_rss_mib(process.pid)
+        assert peak is not None and 140 < peak < 300
+    finally:
+        for pid in reversed(memory.tree(process.pid)):
+            subprocess.run(["kill", str(pid)], check=False)
+        process.wait()
+    assert memory.peak_rss_mib(process.pid) is None
+
+
+class Thing:
+    def work(self, seconds: float) -> str:
+        time.sleep(seconds)
+        return "done"
+
+
+def test_the_stopwatch_times_and_lets_go() -> None:
+    thing, watch = Thing(), Stopwatch()
+    watch.watch(thing, "work", lambda seconds: f"work {seconds}")
+    assert thing.work(0.01) == "done"
+    assert watch.seconds["work 0.01"][0] >= 0.01
+    watch.stop()
+    assert "work" not in vars(thing)
+
+
+def test_operators_are_told_apart_by_their_weights() -> None:
+    sizes = {"head": [320, 64], "q, k, v projection": [200, 64], "MLP": [256, 64]}
+    assert classify("pilotage::native_linear", [[1, 64], [320, 64], []], sizes) == "head"
+    assert classify("aten::mm", [[9, 64], [64, 200]], sizes) == "q, k, v projection"
+    assert classify("aten::mm", [[9, 64], [64, 3]], sizes) == "other products"
+    assert classify("pilotage::native_paged_attention", [[1]], sizes) == "attention"
+    assert classify("pilotage::native_write_kv", [[1]], sizes) == "KV cache writes"
+    assert classify("aten::empty", [], sizes) is None

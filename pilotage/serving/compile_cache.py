@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import inspect
 import io
@@ -54,15 +55,11 @@ def fingerprint(vllm_config: VllmConfig, model: torch.nn.Module, caches: Mapping
     """
     import torch._inductor.config as inductor_config
 
-    packages = Path(__file__).parents[1]
-    sources = [file for name in _CODE for file in sorted((packages / name).rglob("*")) if _is_code(file)]
-    for kind in type(model).__mro__:
-        home = inspect.getsourcefile(kind) if kind.__module__ not in ("builtins", "abc", "typing") else None
-        if home and "torch" not in Path(home).parts and packages not in Path(home).parents:
-            sources += sorted(file for file in Path(home).parent.glob("*") if _is_code(file))
+    # Where a checkpoint lies says nothing about its graphs.
+    hf_config = {key: value for key, value in vllm_config.model_config.hf_config.to_dict().items() if key[0] != "_"}
     parts = {
-        "code": [hashlib.sha256(file.read_bytes()).hexdigest() for file in sources],
-        "hf_config": vllm_config.model_config.hf_config.to_dict(),
+        "code": [_code(), *_code_of(type(model))],
+        "hf_config": hf_config,
         "weights": {
             name: [str(p.dtype), list(p.shape), list(p.stride())]
             for name, p in (*model.named_parameters(), *model.named_buffers())
@@ -79,12 +76,31 @@ def fingerprint(vllm_config: VllmConfig, model: torch.nn.Module, caches: Mapping
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith(("PILOTAGE_DISABLE_KERNELS", "VLLM_NEURON_DISABLE", "TORCHINDUCTOR_", "TORCH_COMPILE"))
+            if name.startswith(("PILOTAGE_DISABLE_KERNELS", "VLLM_NEURON_DISABLE_KERNELS", "TORCHINDUCTOR_", "TORCH_COMPILE"))
             and name != "TORCHINDUCTOR_CACHE_DIR"
         },
         "extra": extra,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _code() -> str:
+    """Hash the code of this package as it was when this process first asked, which is the code it runs."""
+    packages = Path(__file__).parents[1]
+    files = [file for name in _CODE for file in sorted((packages / name).rglob("*")) if _is_code(file)]
+    return hashlib.sha256(b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)).hexdigest()
+
+
+@functools.cache
+def _code_of(model: type) -> tuple[str, ...]:
+    """Hash the directories that define a model class outside of this package and torch."""
+    directories = set()
+    for kind in model.__mro__:
+        if kind.__module__.partition(".")[0] not in ("pilotage", "torch", "builtins", "abc", "typing"):
+            directories.add(Path(inspect.getfile(kind)).parent)
+    files = [file for directory in sorted(directories) for file in sorted(directory.glob("*")) if _is_code(file)]
+    return tuple(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
 
 
 def _is_code(file: Path) -> bool:

@@ -1,0 +1,83 @@
+"""The text of docs/configuration.md, from the code: `python -m pilotage.core.config_docs > docs/configuration.md`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pilotage.core.config import TargetConfig
+
+# Every environment variable that a user may set; tests hold this against what the code reads.
+ENVIRONMENT = {
+    "PILOTAGE_HOME": "Directory of what is built once and reused: converted checkpoints, tiny models, compiled "
+    "graphs. Default: `~/.cache/pilotage`.",
+    "PILOTAGE_COMPILE_CACHE": "Directory of the compiled graphs. Default: `compile` in `PILOTAGE_HOME`. "
+    "Also read as `VLLM_NEURON_COMPILE_CACHE`.",
+    "PILOTAGE_COMPILE_WORKERS": "Processes that the compiler may use. Default: one a core. "
+    "Also read as `VLLM_NEURON_COMPILE_WORKERS`.",
+    "PILOTAGE_DISABLE_WARMUP_COMPILE": "`1`: compile a graph when a batch first needs it, not at the start. "
+    "Also read as `VLLM_NEURON_DISABLE_WARMUP_COMPILE`.",
+    "PILOTAGE_DISABLE_KERNELS": "`1`: every operator runs its plain-torch definition. "
+    "Also read as `VLLM_NEURON_DISABLE_KERNELS`.",
+    "PILOTAGE_NUM_THREADS": "Compute threads of each rank. Default: `OMP_NUM_THREADS`, or the cores divided by the "
+    "ranks.",
+    "PILOTAGE_MEMORY_BYTES": "Memory that a rank's process may use in all; bounds its KV cache. Default: what is free "
+    "on the machine and in the container.",
+    "PILOTAGE_CHROMIUM": "Chromium that draws screenshots of reports. Default: the one found on the machine.",
+    "PILOTAGE_DISABLE": "`1`: vLLM runs as if pilotage were not installed.",
+}
+
+_HEAD = """# Configuration
+
+Generated from the code by `python -m pilotage.core.config_docs`; a test compares.
+
+## Settings of the target
+
+They go to vLLM as `additional_config`, under `"pilotage"`; `"neuron_config"` is read as the same key.
+
+    LLM(model, additional_config={"pilotage": {"num_seqs_buckets": [1, 8]}})
+    vllm serve MODEL --additional-config '{"pilotage": {"num_seqs_buckets": [1, 8]}}'
+
+An unknown key is an error that names the nearest known one.
+"""
+
+_RESERVED = """
+### Known, not implemented
+
+These keys of the vLLM Neuron documentation are accepted with their default and refused with any other value.
+"""
+
+_DEFAULTS = """
+## Defaults of vLLM that differ here
+
+| argument | default | why |
+|---|---|---|
+| `block_size` | 32 | |
+| `max_num_seqs` | 16 | 256 would be nine decode graphs, most of which a CPU never fills |
+| `max_num_batched_tokens` | 2048 | each doubling is one more prefill graph |
+| KV cache | room for `max_num_seqs` requests of `max_model_len` tokens, plus a quarter | at most \
+`gpu_memory_utilization` of the memory that is free; `kv_cache_memory_bytes` sets it |
+
+Not on this target, and refused: speculative decoding, LoRA, pipeline, data and expert parallelism, quantised weights or
+caches, KV transfer, prompt embeddings.
+
+## Environment variables
+"""
+
+
+def text() -> str:
+    """Return the whole page."""
+    fields = dataclasses.fields(TargetConfig)
+    parts = [_HEAD, _table([item for item in fields if item.metadata["implemented"]]), _RESERVED]
+    parts += [_table([item for item in fields if not item.metadata["implemented"]]), _DEFAULTS]
+    rows = "".join(f"| `{name}` | {doc} |\n" for name, doc in ENVIRONMENT.items())
+    parts.append("\n| variable | meaning |\n|---|---|\n" + rows)
+    return "".join(parts)
+
+
+def _table(fields: list[dataclasses.Field[object]]) -> str:
+    rows = "".join(f"| `{item.name}` | `{item.default}` | {item.metadata['doc']} |\n" for item in fields)
+    return "\n| key | default | meaning |\n|---|---|---|\n" + rows
+
+
+if __name__ == "__main__":
+    print(text(), end="")

@@ -19,23 +19,32 @@ MAX_NUM_SEQS = 8
 # a full batch.
 TOKEN_BUCKETS = (64, 256, 1024)
 SEQ_BUCKETS = (1, 8)
+# An engine in another dtype only computes what is compared with a reference; two graphs hold all of it.
+COMPARING_TOKEN_BUCKETS = (1024,)
+COMPARING_SEQ_BUCKETS = (8,)
 
 
-def shared(checkpoint: Path) -> dict[str, Any]:
-    """Return the arguments of `launch.engine` and `launch.server` for the checkpoint in directory `checkpoint`.
+def shared(checkpoint: Path, dtype: str = DTYPE) -> dict[str, Any]:
+    """Return the arguments of `launch.engine` and `launch.server` for a checkpoint.
+
+    Args:
+        checkpoint: its directory.
+        dtype: serving dtype; one other than `DTYPE` gets fewer graphs.
 
     Raises:
         BadInput: it has no readable config.json.
     """
     longest = _max_position(checkpoint)
     length = MAX_MODEL_LEN if longest is None else min(MAX_MODEL_LEN, longest)
+    serves = dtype == DTYPE
+    token_buckets = TOKEN_BUCKETS if serves else COMPARING_TOKEN_BUCKETS
     return {
-        "dtype": DTYPE,
+        "dtype": dtype,
         "max_model_len": length,
         "max_num_seqs": MAX_NUM_SEQS,
         "additional_config": {
-            "num_batched_tokens_buckets": [size for size in TOKEN_BUCKETS if size <= length] or [length],
-            "num_seqs_buckets": list(SEQ_BUCKETS),
+            "num_batched_tokens_buckets": [size for size in token_buckets if size <= length] or [length],
+            "num_seqs_buckets": list(SEQ_BUCKETS if serves else COMPARING_SEQ_BUCKETS),
         },
     }
 

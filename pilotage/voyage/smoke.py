@@ -142,7 +142,7 @@ def _speak(path: Path, dtype: str) -> _Spoken:
     from pilotage.serving.launch import engine
 
     spec = ArchSpec.from_hf(source.load_config(str(path)))
-    arguments = {**settings.shared(path), "dtype": dtype}
+    arguments = settings.shared(path, dtype)
     has_tokenizer = any((path / name).is_file() for name in _TOKENIZER_FILES)
     if not has_tokenizer:
         arguments["skip_tokenizer_init"] = True

@@ -20,9 +20,8 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture
 def two_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One bucket of each kind: what is tested here does not depend on how many there are."""
-    monkeypatch.setattr(settings, "TOKEN_BUCKETS", (256,))
-    monkeypatch.setattr(settings, "SEQ_BUCKETS", (8,))
+    """A small prefill graph next to the one for decoding: what is tested here does not depend on their sizes."""
+    monkeypatch.setattr(settings, "COMPARING_TOKEN_BUCKETS", (256,))
 
 
 def test_a_right_model_passes_with_texts_buckets_and_a_receipt(tiny: Callable[..., Path], two_graphs: None) -> None:

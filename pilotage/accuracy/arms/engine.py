@@ -50,11 +50,10 @@ class EngineArm:
         from pilotage.serving.launch import engine
 
         arguments = {
-            **settings.shared(self.model),
+            **settings.shared(self.model, self.dtype),
             # A hit would leave prompt rows uncomputed, and the streams may share a beginning.
             "enable_prefix_caching": False,
             **self.options,
-            "dtype": self.dtype,
             "enforce_eager": self.enforce_eager,
         }
         with (

@@ -44,6 +44,11 @@ def active(plan: TapPlan | None) -> Iterator[None]:
         _PLAN = previous
 
 
+def tapped() -> bool:
+    """Whether a plan is active; layouts that a plan's rows would not fit are avoided then."""
+    return _PLAN is not None
+
+
 def tap(site: str, x: Tensor) -> Tensor:
     """Pass `x` [rows, ...] through, recorded or replaced as the active plan says."""
     plan = _PLAN

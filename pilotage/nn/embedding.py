@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import pilotage.functional as NF
-from pilotage.parallel import get_tp_group, per_rank
+from pilotage.parallel import get_tp_group, leave, per_rank
 from pilotage.weights import set_weight_loader, sharding_weight_loader
 
 
@@ -36,14 +36,14 @@ class VocabDimShardedEmbedding(nn.Module):
             set_weight_loader(self.weight, loader)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Look up input_ids [...] -> [..., D], whole on every rank."""
+        """Look up input_ids [T] -> [T, D], the same on every rank, or this rank's rows where these are divided."""
         if self.group.world_size == 1:
             return NF.embedding(input_ids, self.weight, scale=self.scale)
         local_ids = input_ids - self.first_id
         mine = (local_ids >= 0) & (local_ids < self.weight.shape[0])
         rows = NF.embedding(torch.where(mine, local_ids, 0), self.weight, scale=self.scale)
         # One rank has the row and the others add zeros, so the sum is exact.
-        return self.group.all_reduce(torch.where(mine[..., None], rows, 0))
+        return leave(torch.where(mine[..., None], rows, 0))
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, scale={self.scale}"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import pilotage.functional as NF
 from pilotage.nn.packing import unpack
-from pilotage.parallel import get_tp_group, per_rank
+from pilotage.parallel import enter, get_tp_group, leave, per_rank
 from pilotage.weights import set_weight_loader, sharding_weight_loader, with_rank_override
 
 
@@ -58,7 +58,11 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Project x [..., D] -> [..., out_features / num_shards], or [..., out_features] with gather_output."""
-        return self.gather(NF.linear(x, self.weight, self.bias))
+        return self.gather(self.local(enter(x)))
+
+    def local(self, x: Tensor) -> Tensor:
+        """Compute this rank's share of the output, without communication."""
+        return NF.linear(x, self.weight, self.bias)
 
     def gather(self, share: Tensor) -> Tensor:
         """Make this rank's share of the output what `forward` promises."""
@@ -128,10 +132,10 @@ class RowParallelLinear(nn.Module):
         return self.reduce(NF.o_proj(x, self.weight, self.inner_bias))
 
     def reduce(self, partial: Tensor) -> Tensor:
-        """Sum the ranks' products [..., D] and add the bias that `inner_bias` held back."""
+        """Sum the ranks' products [..., D], or this rank's rows where rows are divided; add what bias is left."""
         if self.group.world_size == 1:
             return partial
-        total = self.group.all_reduce(partial)
+        total = leave(partial)
         return total if self.bias is None else total + self.bias
 
     def extra_repr(self) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import pilotage.functional as NF
+from pilotage.parallel import enter
 
 _SLOT = "packed"  # kept in __dict__: neither a parameter nor a buffer, so absent from state dicts
 
@@ -91,7 +92,7 @@ def _packed(members: tuple[Any, ...]) -> Packed | None:
     return packed if all(a is b for a, b in zip(packed.members, members, strict=True)) else None
 
 
-def project(x: Tensor, *members: nn.Module) -> tuple[Tensor, ...]:
+def project(x: Tensor, *members: Any) -> tuple[Tensor, ...]:
     """Compute several linear layers of one input: one product where they are packed.
 
     Args:
@@ -103,7 +104,10 @@ def project(x: Tensor, *members: nn.Module) -> tuple[Tensor, ...]:
     """
     packed = _packed(members)
     if packed is not None:
-        return NF.qkv_proj(x, packed.weight, packed.bias, sizes=packed.sizes)
+        return NF.qkv_proj(enter(x), packed.weight, packed.bias, sizes=packed.sizes)
+    if all(hasattr(member, "local") for member in members):
+        x = enter(x)  # once for the group
+        return tuple(member.local(x) for member in members)
     return tuple(member(x) for member in members)
 
 
@@ -120,5 +124,7 @@ def gated_mlp(x: Tensor, gate: nn.Module, up: nn.Module, down: Any, *, activatio
     """
     packed = _packed((gate, up))
     if packed is not None and hasattr(down, "reduce"):
-        return down.reduce(NF.mlp(x, packed.weight, down.weight, packed.bias, down.inner_bias, activation=activation))
-    return down(NF.gated_activation(gate(x), up(x), activation=activation))
+        return down.reduce(
+            NF.mlp(enter(x), packed.weight, down.weight, packed.bias, down.inner_bias, activation=activation)
+        )
+    return down(NF.gated_activation(*project(x, gate, up), activation=activation))

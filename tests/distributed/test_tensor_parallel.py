@@ -67,6 +67,40 @@ def logits_of_rank(rank: int, path: Path, compiled: bool) -> dict[str, Any]:
     }
 
 
+def collectives_of_rank(rank: int, path: Path) -> dict[str, dict[str, int]]:
+    """Count the collectives in the prefill and in the decode graph."""
+    model = our_model(path)
+    counts: list[dict[str, int]] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+        targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        counts.append({name: sum(f".{name}." in f".{t}." for t in targets) for name in names})
+        return graph
+
+    call = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    session = PagedSession(model=model, num_requests=4, max_tokens=48, call=call)
+    session.step({0: [1, 2, 3]}, bucket=16)
+    session.step({0: [4]}, bucket=4, decode=True)
+    return {"prefill": counts[0], "decode": counts[1]}
+
+
+def test_prefill_divides_rows_and_decode_reduces(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """Twice a layer, once for the embedding or the last hidden states, and one gather of the logits."""
+    for counts in run(collectives_of_rank, 2, tmp_path, tiny("llama3")):
+        layers = 4
+        assert counts["prefill"] == {
+            "all_gather_into_tensor": 2 * layers + 2,
+            "reduce_scatter_tensor": 2 * layers + 1,
+            "all_reduce": 0,
+        }
+        assert counts["decode"] == {
+            "all_gather_into_tensor": 1,
+            "reduce_scatter_tensor": 0,
+            "all_reduce": 2 * layers + 1,
+        }
+
+
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "gemma3"])
 def test_two_ranks_give_the_logits_of_one(name: str, tiny: Callable[..., Path], tmp_path: Path) -> None:
     path = tiny(name)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import pilotage.functional as NF
 from pilotage import weights
 from pilotage.core.errors import ConfigError, Unsupported
-from pilotage.core.tap import tap
+from pilotage.core.tap import tap, tapped
 from pilotage.models.common.backend import BackendConfig
 from pilotage.models.common.context import PagedContext
 from pilotage.models.common.kv import KVSpec, LayerSpec
 from pilotage.nn import pack
-from pilotage.parallel import get_tp_group
+from pilotage.parallel import enter, get_tp_group, rows_divided
 
 
 class CausalLM(nn.Module):
@@ -92,13 +92,14 @@ class CausalLM(nn.Module):
             ConfigError: one of `inputs_embeds` and `is_token_ids` without the other, or another process's rank.
         """
         self._check_arguments(sampling_params, spec_decode_metadata, rank, inputs_embeds, is_token_ids)
-        x = self.embed_input_ids(input_ids)
-        if inputs_embeds is not None and is_token_ids is not None:
-            x = torch.where(is_token_ids[:, None], x, inputs_embeds.to(x.dtype))
         context = attn_metadata
-        if not isinstance(attn_metadata, PagedContext):
-            context = PagedContext(attn_metadata, positions=positions)
-        hidden = self.model(x, positions, context)
+        if not isinstance(context, PagedContext):
+            context = PagedContext(context, positions=positions)
+        with rows_divided(inputs_embeds is None and self._divides_rows(context, input_ids.shape[0])):
+            x = self.embed_input_ids(input_ids)
+            if inputs_embeds is not None and is_token_ids is not None:
+                x = torch.where(is_token_ids[:, None], x, inputs_embeds.to(x.dtype))
+            hidden = enter(self.model(x, positions, context))
         logits = self.compute_logits(hidden[sampling_positions])
         if logit_mask is not None:
             logits = logits.masked_fill(~logit_mask, float("-inf"))
@@ -189,6 +190,13 @@ class CausalLM(nn.Module):
         if self.config.tie_word_embeddings:
             # Both were loaded from one tensor, to the same shard; hold it once.
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def _divides_rows(self, context: PagedContext, num_tokens: int) -> bool:
+        """Whether this step is sequence parallel: a prefill on several ranks, its rows divisible and not tapped."""
+        ranks = get_tp_group().world_size
+        if ranks == 1 or num_tokens % ranks or tapped() or self.backend.linear != "parallel":
+            return False
+        return not context.decodes(self.attention_layers()[0].layer_name)
 
     @staticmethod
     def _check_arguments(

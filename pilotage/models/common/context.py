@@ -37,6 +37,11 @@ class PagedContext(dict[str, Any]):
     What changes between steps is a tensor; ints are constants of a bucket, or the graph is compiled again.
     """
 
+    def decodes(self, layer_name: str) -> bool:
+        """Whether this is a graph of the decode kind, by the contract's rule."""
+        meta = self[layer_name]
+        return bool(meta["max_query_len"] <= meta["decode_token_threshold"])
+
     def attend(
         self,
         layer: AttentionLayer,
@@ -69,7 +74,7 @@ class PagedContext(dict[str, Any]):
             "query_start_loc": meta["query_start_loc"],
         }
         how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-        decode = meta["max_query_len"] <= meta["decode_token_threshold"]
+        decode = self.decodes(layer.layer_name)
         if not decode and meta.get("cached_seq_len") is None:
             return NF.flash_attention(q, k, v, **rows, **how)
         rows["block_table"], rows["seq_lens"] = meta["block_table_tensor"], meta["seq_lens"]

@@ -59,6 +59,10 @@ class Validation:
         return worst([*(arm.status for arm in self.arms), *modules, *(verdict.status for verdict in self.verdicts)])
 
     def to_json(self) -> dict[str, Any]:
+        """The result as JSON; a number that is not finite, for which JSON has no word, becomes null."""
+        return _finite(self._json())
+
+    def _json(self) -> dict[str, Any]:
         return {
             "model": self.model,
             "reference": self.reference,
@@ -72,6 +76,14 @@ class Validation:
             "versions": versions(),
             "command": self.command,
         }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return comparison.finite(value) if isinstance(value, float) else value
 
 
 def versions() -> dict[str, str]:

@@ -196,7 +196,11 @@ def test_comparison_is_json_whatever_the_target_says(tiny: Callable[..., Path]) 
     baseline = truth.logits * (1 + 1e-6)
     result = comparison.compare(truth, torch.full_like(baseline, float("nan")), baseline, [], arm="float32")
     assert result.status is Status.FAIL
-    json.dumps(result.to_json(), allow_nan=False)
+    whole = validation.Validation(
+        model="m", reference="m", arms=[result], modules=[], verdicts=[], streams=truth.streams, command=""
+    )
+    found = json.loads(json.dumps(whole.to_json(), allow_nan=False))
+    assert found["status"] == "fail" and found["arms"][0]["by_position"][0]["target"]["l2"] is None
 
 
 def test_another_vocabulary_is_bad_input(tiny: Callable[..., Path]) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from pilotage.core.nouns import Status, worst
 from pilotage.report import page
 from pilotage.report.record import STAGES, StageRecord, stage
@@ -114,7 +116,10 @@ def sail(
             run.write(record)
         records[leg.stage] = record
         watcher.ended(record, leg.stage in kept)
-        page.build(run.path)  # after every stage: an interrupted voyage has a report too
+        # After every stage, so that an interrupted voyage has a report too. A page that cannot be drawn must not end a
+        # voyage of minutes; the last one, below, says why it cannot.
+        with contextlib.suppress(jinja2.TemplateError, TypeError, ValueError, KeyError):
+            page.build(run.path)
     for found in STAGES:
         if found.name not in records:
             record = _not_run(found.name, "the model package has to be written first")

@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from pilotage.core.nouns import Status
+from pilotage.core.nouns import Status, worst
 from pilotage.report import figures
 from pilotage.report.figures import Interval, Line
 from pilotage.report.text import number, status_of
@@ -149,8 +149,40 @@ def arm_view(arm: Mapping[str, Any]) -> dict[str, Any]:
         "worst_panels": position_panels(arm, "linf"),
         "topk": topk,
         "ties": arm.get("ties") or [],
+        "n_ties": sum(1 for tie in arm.get("ties") or [] if tie.get("tie") is True),
+        "baseline": arm.get("baseline"),
         "top1": {"agree": sum(known), "of": len(known)} if known else None,
     }
+
+
+def module_summary(modules: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The module table by kind and dtype: how many of each status, and the one that comes closest to its bound."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in module_rows(modules):
+        groups.setdefault((str(row["kind"]), str(row["dtype"])), []).append(row)
+    summary = []
+    for (kind, dtype), rows in groups.items():
+        statuses = [row["status"] for row in rows]
+        closest = max(rows, key=_closeness)
+        summary.append(
+            {
+                "kind": kind,
+                "dtype": dtype,
+                "n": len(rows),
+                "passed": statuses.count(Status.PASS),
+                "failed": statuses.count(Status.FAIL),
+                "not_measured": statuses.count(Status.NOT_MEASURED),
+                "status": worst(statuses),
+                "closest": closest,
+            }
+        )
+    order = {Status.FAIL: 0, Status.NOT_MEASURED: 1, Status.PASS: 2}
+    return sorted(summary, key=lambda row: order[row["status"]])
+
+
+def _closeness(row: Mapping[str, Any]) -> float:
+    estimate, bound = number(row.get("estimate")), number(row.get("bound"))
+    return estimate / bound if estimate is not None and bound else -1.0
 
 
 def module_rows(modules: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -72,16 +72,19 @@ def headline(records: Records) -> dict[str, Any]:
 def _arm_figure(validate: Mapping[str, Any]) -> list[dict[str, Any]]:
     tiles = []
     for arm in validate.get("arms") or []:
-        ratios = [v for v in arm.get("verdicts") or [] if "ratio" in str(v.get("metric")) and number(v.get("estimate"))]
-        if not ratios:
+        verdicts = [v for v in arm.get("verdicts") or [] if number(v.get("estimate")) is not None]
+        # The error over all rows stands for the arm, unless another of its verdicts failed.
+        failed = [v for v in verdicts if status_of(v.get("status")) is Status.FAIL]
+        overall = [v for v in verdicts if v.get("metric") == "rms_ratio"]
+        if not (failed or overall):
             continue
-        # The verdict that comes closest to its bound (or crosses it) says most.
-        top = max(ratios, key=lambda v: (number(v.get("estimate")) or 0.0) / (number(v.get("bound")) or float("inf")))
+        top = (failed or overall)[0]
+        metric = str(top.get("metric")).replace("_", " ")
         tiles.append(
             {
                 "label": f"error against HF, {arm.get('arm')}",
                 "value": f"{num(top.get('estimate'))}×",
-                "note": f"bound {num(top.get('bound'))}, n = {num(top.get('n'))}",
+                "note": f"{metric}; bound {num(top.get('bound'))}, n = {num(top.get('n'))}",
                 "status": status_of(arm.get("status")),
             }
         )

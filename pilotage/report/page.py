@@ -56,6 +56,7 @@ def _validate_view(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
         "verdicts": [accuracy.verdict_row(verdict) for verdict in result.get("verdicts") or []],
         "arms": [accuracy.arm_view(arm) for arm in result.get("arms") or []],
         "modules": accuracy.module_rows(result.get("modules") or []),
+        "module_summary": accuracy.module_summary(result.get("modules") or []),
     }
 
 

@@ -157,7 +157,10 @@ def _arm(name: str, rng: random.Random, *, fault: float) -> dict[str, Any]:
         "topk_errors": {
             k: {"target": scale * fault, "baseline": scale, "ratio": fault} for k in ("5", "50", "1000", "all")
         },
-        "ties": [],
+        "ties": [
+            {"stream": 0, "position": 3, "expected_token": 5, "target_token": 6, "gap": 1e-5, "tie": True, "ulps": 0.1}
+        ],
+        "baseline": f"Hugging Face {name}, sdpa attention",
         "n_tokens": len(rows),
     }
 

@@ -51,7 +51,7 @@ def test_a_whole_run_is_verified_and_shows_every_part(tmp_path: Path) -> None:
     assert {"diff", "implement", "register", "weights", "smoke", "validate", "bench", "receipt", "reproduce"} <= set(
         outline.text
     )
-    assert "not measured" not in outline.text["validate"] + outline.text["bench"] + outline.text["weights"]
+    assert "○ not measured" not in outline.text["validate"] + outline.text["bench"] + outline.text["weights"]
     # Two arms with three streams, in L2 and L-inf, and the two at the top.
     assert html.count('class="plot"') == 2 * 3 * 2 + 2
     assert "Attention method" in outline.text["diff"] and "QK-norm" in outline.text["diff"]

@@ -53,7 +53,7 @@ def _places(touches: str) -> str:
     last = ""
     for place in touches.split("; "):
         file, _, function = place.partition(": ")
-        lines.append(place if file != last else f"{' ' * len(file)}  {function}")
+        lines.append(place if file != last else f"  {function}")
         last = file
     return "\n".join(lines)
 

@@ -38,7 +38,7 @@ def spread(values: Any) -> dict[str, Any] | None:
 
 
 def load_tables(bench: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One table a load: a row a metric, a column an arm; arms that did not measure it have None."""
+    """One part of the table a load: a row a metric, a cell an arm; arms that did not measure it have None."""
     arms: Mapping[str, Any] = {name: arm for name, arm in (bench.get("arms") or {}).items() if isinstance(arm, Mapping)}
     loads = list(dict.fromkeys(load for arm in arms.values() for load in arm if isinstance(arm[load], Mapping)))
     tables = []
@@ -48,7 +48,7 @@ def load_tables(bench: Mapping[str, Any]) -> list[dict[str, Any]]:
             {"metric": label(metric), "cells": [spread((arm.get(load) or {}).get(metric)) for arm in arms.values()]}
             for metric in metrics
         ]
-        tables.append({"load": load, "arms": list(arms), "rows": [row for row in rows if any(row["cells"])]})
+        tables.append({"load": load, "rows": [row for row in rows if any(row["cells"])]})
     return [table for table in tables if table["rows"]]
 
 

@@ -97,6 +97,7 @@ def _bench_view(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if result is None:
         return None
     return {
+        "arms": list(result.get("arms") or {}),
         "tables": benchmark.load_tables(result),
         "ratios": benchmark.ratio_rows(result.get("ratios") or []),
         "time": benchmark.time_tables(result.get("where_time_goes") or []),

@@ -76,7 +76,9 @@ def fingerprint(vllm_config: VllmConfig, model: torch.nn.Module, caches: Mapping
         "environment": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith(("PILOTAGE_DISABLE_KERNELS", "VLLM_NEURON_DISABLE_KERNELS", "TORCHINDUCTOR_", "TORCH_COMPILE"))
+            if name.startswith(
+                ("PILOTAGE_DISABLE_KERNELS", "VLLM_NEURON_DISABLE_KERNELS", "TORCHINDUCTOR_", "TORCH_COMPILE")
+            )
             and name != "TORCHINDUCTOR_CACHE_DIR"
         },
         "extra": extra,

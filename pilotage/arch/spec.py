@@ -101,12 +101,21 @@ def hf_config(raw: Mapping[str, Any]) -> Any:
     if model_type not in CONFIG_MAPPING:
         raise unknown_model_type(model_type, remote_code="auto_map" in raw)
     try:
-        return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(dict(raw)))
+        return CONFIG_MAPPING[model_type].from_dict(_with_floats(dict(raw)))
     except PilotageError:
         raise
     except Exception as error:  # config classes raise anything from KeyError to their own validation errors
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{model_type} config refused: {reason}", where="config.json", do="correct it") from error
+
+
+def _with_floats(value: Any) -> Any:
+    """A copy with transformers' spelling of infinities, which JSON lacks, read: {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        return (
+            float(value["__float__"]) if set(value) == {"__float__"} else {k: _with_floats(v) for k, v in value.items()}
+        )
+    return [_with_floats(part) for part in value] if isinstance(value, list) else copy.deepcopy(value)
 
 
 def unknown_model_type(model_type: str, *, remote_code: bool) -> Unsupported:

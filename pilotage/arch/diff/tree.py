@@ -147,11 +147,12 @@ class Dimensions:
         heads, kv_heads = spec.num_heads or 0, spec.num_kv_heads or 0
         sizes = {spec.head_size or 0}
         sizes |= {layer["head_dim"] for layer in spec.per_layer_config.values() if "head_dim" in layer}
-        expert = spec.moe_intermediate_size or spec.intermediate_size or 0
+        widths = spec.intermediate_size  # a list where layers differ (Gemma 3n)
+        widths = [int(width) for width in widths] if isinstance(widths, list | tuple) else [widths or 0]
+        expert = spec.moe_intermediate_size or widths[0]
         named: list[tuple[str, int]] = [
             ("D", spec.hidden_size),
-            ("F", spec.intermediate_size or 0),
-            ("2F", 2 * (spec.intermediate_size or 0)),
+            *((name, times * width) for width in widths for name, times in (("F", 1), ("2F", 2))),
             ("V", spec.vocab_size),
             ("E", spec.num_experts or 0),
             ("Fe", expert),

@@ -207,6 +207,11 @@ def test_it_is_json() -> None:
     assert json.loads(json.dumps(ArchSpec.from_hf(GEMMA3_TEXT).to_json()))["fields"]["hidden_size"]["value"] == 640
 
 
+def test_infinities_as_transformers_writes_them() -> None:
+    config = {"model_type": "mamba2", "time_step_limit": [0.0, {"__float__": "Infinity"}], "num_hidden_layers": 2}
+    assert ArchSpec.from_hf(config).layer_types == ("linear_attention",) * 2
+
+
 def test_unknown_names_the_nearest() -> None:
     with pytest.raises(Unsupported, match="gemma3"):
         ArchSpec.from_hf({"model_type": "gemma33"})

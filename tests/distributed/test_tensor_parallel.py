@@ -16,7 +16,7 @@ from pilotage.models.common.paging import PagedSession
 from pilotage.parallel import get_tp_group, heads_per_rank
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "parity"))
-from twins import hf_logits, hf_model, our_model, paged_logits, prompts
+from twins import NAMES, hf_logits, hf_model, our_model, paged_logits, prompts
 
 pytestmark = pytest.mark.distributed
 
@@ -55,16 +55,25 @@ def test_collectives_are_right_eager_and_compiled(tmp_path: Path) -> None:
 STREAMS = prompts((41, 6, 22))
 
 
-def logits_of_rank(rank: int, path: Path, compiled: bool) -> dict[str, Any]:
-    model = our_model(path)
-    call = torch.compile(model, fullgraph=True, dynamic=False) if compiled else None
-    session = PagedSession(model=model, num_requests=4, max_tokens=48, call=call)
-    logits = paged_logits(session, STREAMS, chunk=17, bucket=48)
-    return {
-        "logits": logits,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "kv_heads": model.get_kv_spec().layers[0].num_kv_heads,
-    }
+def logits_of_rank(rank: int, paths: list[Path], compiled: bool) -> list[dict[str, Any]]:
+    results = []
+    for path in paths:
+        model = our_model(path)
+        call = torch.compile(model, fullgraph=True, dynamic=False) if compiled else None
+        session = PagedSession(model=model, num_requests=4, max_tokens=48, call=call)
+        results.append(
+            {
+                "logits": paged_logits(session, STREAMS, chunk=17, bucket=48),
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "kv_heads": model.get_kv_spec().layers[0].num_kv_heads,
+            }
+        )
+    return results
+
+
+def assert_logits(got: list[torch.Tensor], path: Path) -> None:
+    for one, reference in zip(got, hf_logits(hf_model(path), STREAMS), strict=True):
+        torch.testing.assert_close(one, reference, rtol=0, atol=6e-5)
 
 
 def collectives_of_rank(rank: int, path: Path) -> dict[str, dict[str, int]]:
@@ -101,26 +110,26 @@ def test_prefill_divides_rows_and_decode_reduces(tiny: Callable[..., Path], tmp_
         }
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen2", "qwen3", "gemma3"])
-def test_two_ranks_give_the_logits_of_one(name: str, tiny: Callable[..., Path], tmp_path: Path) -> None:
-    path = tiny(name)
-    expected = hf_logits(hf_model(path), STREAMS)
-    ranks = run(logits_of_rank, 2, tmp_path, path, name == "gemma3")
-    for result in ranks:
-        assert result["kv_heads"] == 1
-        for one, reference in zip(result["logits"], expected, strict=True):
-            torch.testing.assert_close(one, reference, rtol=0, atol=6e-5)
-    whole = sum(p.numel() for p in our_model(path).parameters())
-    assert max(r["parameters"] for r in ranks) < 0.6 * whole
+def test_two_ranks_give_the_logits_of_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    paths = [tiny(name) for name in NAMES]
+    for results in run(logits_of_rank, 2, tmp_path, paths, False):
+        for path, result in zip(paths, results, strict=True):
+            assert result["kv_heads"] == 1
+            assert_logits(result["logits"], path)
+            assert result["parameters"] < 0.6 * sum(p.numel() for p in our_model(path).parameters())
+
+
+def test_compiled_ranks_give_the_logits_of_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    path = tiny("gemma3", num_hidden_layers=3, layer_types=["sliding_attention"] * 2 + ["full_attention"])
+    for (result,) in run(logits_of_rank, 2, tmp_path, [path], True):
+        assert_logits(result["logits"], path)
 
 
 def test_more_ranks_than_key_value_heads(tiny: Callable[..., Path], tmp_path: Path) -> None:
     path = tiny("qwen2", num_attention_heads=8)
-    expected = hf_logits(hf_model(path), STREAMS)
-    for result in run(logits_of_rank, 4, tmp_path, path, False):
+    for (result,) in run(logits_of_rank, 4, tmp_path, [path], False):
         assert result["kv_heads"] == 1
-        for one, reference in zip(result["logits"], expected, strict=True):
-            torch.testing.assert_close(one, reference, rtol=0, atol=6e-5)
+        assert_logits(result["logits"], path)
 
 
 def test_a_group_that_does_not_divide_is_refused_with_the_sizes_that_do() -> None:

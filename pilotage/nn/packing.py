@@ -60,8 +60,11 @@ def pack(*members: Any) -> bool:
         members: linear layers with [out, D] weights on a real device; all with a bias or none.
 
     Returns:
-        Whether they are packed now: False where one has a bias and another none, or the dtypes differ.
+        Whether they are packed now: False where one has a bias and another none, the dtypes differ, or a member is not
+        a `ColumnParallelLinear`, which is what takes a packing apart in time.
     """
+    if not all(hasattr(member, "local") for member in members):
+        return False
     packed = members[0].__dict__.get(_SLOT)
     if packed is not None and packed.members == members and packed.intact:
         return True

@@ -14,7 +14,8 @@ from twins import ATTENTION, BLOCK_SIZE, NAMES, hf_logits, hf_model, our_model, 
 
 import pilotage.functional as NF
 from pilotage.accuracy.testing import assert_close_three_way
-from pilotage.models.common.paging import PagedSession
+from pilotage.models.common import BackendConfig
+from pilotage.models.common.paging import PagedSession, build_metadata
 from pilotage.nn import unpack
 
 LENGTHS = (67, 6, 33)  # the tiny models' window is 16
@@ -98,6 +99,82 @@ def test_pages_of_other_requests_do_not_matter(twin: Any) -> None:
         together = paged_logits(session_of(model), streams, bucket=160)
         alone = paged_logits(session_of(model), streams[:1], bucket=160)
     torch.testing.assert_close(together[0], alone[0], rtol=0, atol=1e-5)
+
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama with every bias": ("llama3", {"attention_bias": True, "mlp_bias": True}),
+    "llama, tied, one key/value head": ("llama3", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "llama, linear RoPE": (
+        "llama3",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 3e4, "factor": 4.0}},
+    ),
+    "qwen2 with sliding layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+    ),
+    "qwen3 with biases": ("qwen3", {"attention_bias": True}),
+    "gemma3 with capped logits": ("gemma3", {"final_logit_softcapping": 3.0}),
+    "gemma3, scaled RoPE in full layers": (
+        "gemma3",
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            }
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_the_config_equal_hf(tiny: Tiny, variant: str) -> None:
+    name, overrides = VARIANTS[variant]
+    path = tiny(name, **overrides)
+    streams = prompts(LENGTHS)
+    got = torch.cat(paged_logits(session_of(our_model(path)), streams, chunk=24))
+    torch.testing.assert_close(got, torch.cat(hf_logits(hf_model(path), streams)), rtol=0, atol=TOLERANCE)
+
+
+def test_plain_torch_layers_give_the_same(twin: Any) -> None:
+    _, streams, expected, model = twin
+    plain = type(model)(model.config, BackendConfig(linear="torch"))
+    plain.load_state_dict(model.state_dict())
+    plain.pack()  # finds nothing that it may pack
+    got = paged_logits(session_of(plain), streams)
+    torch.testing.assert_close(torch.cat(got), torch.cat(expected), rtol=0, atol=TOLERANCE)
+
+
+def test_the_other_arguments_of_forward(twin: Any) -> None:
+    """A plain dictionary as metadata, hidden rows, embedded prompts and a mask of the logits."""
+    _, streams, expected, model = twin
+    session, ids = session_of(model), streams[2]
+    context = build_metadata(
+        session.layer_names,
+        num_computed=[0],
+        num_new=[len(ids)],
+        block_table=session.block_table[:1],
+        block_size=BLOCK_SIZE,
+        num_tokens=40,
+    )
+    input_ids = torch.tensor(ids + [0] * (40 - len(ids)))
+    embeds, is_token = model.embed_input_ids(input_ids), torch.arange(40) % 3 != 0
+    mask = torch.rand(1, 320) > 0.5
+    last = torch.tensor([len(ids) - 1])
+    with torch.no_grad():
+        logits, hidden = model(
+            torch.where(is_token, input_ids, 0),
+            context["positions"],
+            {name: context[name] for name in session.layer_names},
+            last,
+            logit_mask=mask,
+            rank=0,
+            inputs_embeds=torch.where(is_token[:, None], torch.nan, embeds),
+            is_token_ids=is_token,
+            return_hidden=True,
+        )
+    reference = torch.where(mask[0], expected[2][-1], -torch.inf)
+    torch.testing.assert_close(logits[0], reference, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(model.compute_logits(hidden[: len(ids)]), expected[2], rtol=0, atol=TOLERANCE)
 
 
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {

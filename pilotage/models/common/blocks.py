@@ -17,7 +17,7 @@ from pilotage.models.common.backend import (
 )
 from pilotage.models.common.config import DecoderConfig
 from pilotage.nn import gated_mlp, project
-from pilotage.parallel import get_tp_group, heads_per_rank, kv_shards
+from pilotage.parallel import get_tp_group, heads_per_rank, kv_shards, per_rank
 
 Rope = tuple[Tensor, Tensor]
 
@@ -70,6 +70,7 @@ class GatedMLP(nn.Module):
     def __init__(self, config: DecoderConfig, backend: BackendConfig) -> None:
         super().__init__()
         self.activation = config.activation
+        per_rank(config.intermediate_size, get_tp_group().world_size, "intermediate_size")
         linear = partial(initialize_linear_module, backend.linear)
         self.gate_proj = linear(config.hidden_size, config.intermediate_size, config.mlp_bias, shard="column")
         self.up_proj = linear(config.hidden_size, config.intermediate_size, config.mlp_bias, shard="column")

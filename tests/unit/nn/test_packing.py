@@ -141,3 +141,7 @@ def test_a_packed_group_keeps_its_gradients() -> None:
     for parameter, reference in zip(group.parameters(), expected, strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, reference)
+
+
+def test_plain_linear_layers_are_not_packed() -> None:
+    assert not pack(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pilotage.functional as NF
 from pilotage.arch.spec import ArchSpec
+from pilotage.arch.spec import hf_config as arch_hf_config
 from pilotage.core.errors import Unsupported
 from pilotage.functional import RopeFrequencies
 
@@ -48,9 +50,12 @@ def read(
 
     Raises:
         Unsupported: a field outside `beyond` with another value than `PLAIN`, a kind of layer outside `layer_types`,
-            or an unknown activation.
+            an unknown activation, or another key that transformers knows and the config sets to something that nothing
+            here reads.
     """
+    config = arch_hf_config(dict(hf_config)) if isinstance(hf_config, Mapping) else hf_config
     spec = ArchSpec.from_hf(hf_config)
+    _refuse_unread(spec, config)
     for name, plain in PLAIN.items():
         field = spec.fields[name]
         if name not in beyond and field.value != plain:
@@ -67,6 +72,17 @@ def read(
     if spec.num_heads % spec.num_kv_heads:
         raise refusal(spec, "num_kv_heads", f"{spec.num_kv_heads} key/value heads do not divide {spec.num_heads} heads")
     return spec
+
+
+def _refuse_unread(spec: ArchSpec, config: Any) -> None:
+    """Refuse keys that no field reads where the config class knows them and their value is not its default."""
+    text = config.get_text_config()
+    defaults = type(text)().to_dict()
+    for key in spec.unread:
+        name = key.rpartition(".")[2]
+        value = getattr(text, name, None)
+        if name in defaults and (value or None) != (defaults[name] or None):  # null, false and 0 all switch off
+            raise refusal(spec, key, f"{value!r} is not implemented by this model; its default is {defaults[name]!r}")
 
 
 def refusal(spec: ArchSpec, name: str, what: str, do: str | None = None) -> Unsupported:

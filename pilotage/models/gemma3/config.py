@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pilotage.models.common.config import DecoderConfig
-from pilotage.models.common.reading import read, refusal
+from pilotage.models.common.reading import read
 
 _BEYOND = (
     "norm_weight_offset",
@@ -37,12 +37,8 @@ class Gemma3Config(DecoderConfig):
             neuron_config: the target's settings; none of them changes this model.
 
         Raises:
-            Unsupported: a value that the model does not implement, named by its key. Among them
-                `attn_logit_softcapping`, which transformers' Gemma 3 reads and does not apply, and
-                `use_bidirectional_attention`.
+            Unsupported: a value that the model does not implement, named by its key; among them
+                `attn_logit_softcapping`, which transformers' Gemma 3 reads and does not apply.
         """
         spec = read(hf_config, beyond=_BEYOND, layer_types=("full_attention", "sliding_attention"))
-        raw = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
-        if raw.get("use_bidirectional_attention"):
-            raise refusal(spec, "use_bidirectional_attention", "attention to later tokens is not implemented")
         return cls.from_spec(spec, embedding_scale=spec.embedding_scale)

@@ -185,3 +185,19 @@ def test_decode_rows_of_padding_are_finite_beside_nan_pages() -> None:
         with torch.no_grad(), NF.forced({"attention_decode": implementation}):
             got = NF.attention_decode(q, requests.k_cache, requests.v_cache, scale=0.3, **requests.arguments(True))
         assert torch.isfinite(got).all()
+
+
+def test_the_definition_has_the_gradient_of_dense_attention() -> None:
+    requests = Requests([0], [9], 4, padding=0)
+    leaves = [x[0].clone().requires_grad_() for x in (requests.q, requests.k, requests.v)]
+    out = NF.flash_attention(*leaves, scale=0.3, window=4, **requests.arguments(False))
+    out.square().sum().backward()
+    q, k, v = (x.detach().clone().requires_grad_() for x in leaves)
+    at = torch.arange(9)
+    mask = (at[None, :] <= at[:, None]) & (at[None, :] > at[:, None] - 4)
+    keys, values = (x.transpose(0, 1).repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (k, v))
+    dense = torch.nn.functional.scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=mask, scale=0.3)
+    dense.square().sum().backward()
+    torch.testing.assert_close(out, dense.transpose(0, 1))
+    for ours, theirs in zip(leaves, (q, k, v), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def raw(tiny: Tiny, name: str, **edits: Any) -> dict[str, Any]:
         ("llama3", {"num_key_value_heads": 4}, r"num_key_value_heads: 4 key/value heads do not divide 6"),
         ("qwen3", {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, r"layer_types.*chunked_attention"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping: 50.0"),
-        ("gemma3", {"use_bidirectional_attention": True}, r"use_bidirectional_attention"),
+        ("gemma3", {"use_bidirectional_attention": True}, r"use_bidirectional_attention: True is not implemented"),
         ("gemma3", {"layer_types": ["sliding_attention"] * 5}, r"\(6\) must be equal .*layer_types. \(5\)"),
     ],
 )
@@ -48,6 +49,20 @@ def test_unsupported_values_are_named(tiny: Tiny, name: str, edit: dict[str, Any
     CLASSES[name].from_configs(raw(tiny, name))
     with pytest.raises(PilotageError, match=says):
         CLASSES[name].from_configs(raw(tiny, name, **edit))
+
+
+def test_keys_that_transformers_ignores_are_ignored(tiny: Tiny) -> None:
+    assert Gemma3Config.from_configs(raw(tiny, "gemma3", trained_on="a laptop")) == Gemma3Config.from_configs(
+        raw(tiny, "gemma3")
+    )
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3.1-8b", "qwen3-0.6b", "qwen3-8b", "gemma-3-270m"])
+def test_published_configs_are_read(name: str) -> None:
+    config = json.loads((Path(__file__).parents[2] / "data" / "configs" / name / "config.json").read_text())
+    read = registry.find(config["architectures"]).load().config_class.from_configs(config)
+    assert (read.hidden_size, read.num_layers) == (config["hidden_size"], config["num_hidden_layers"])
+    assert len(read.layer_types) == read.num_layers
 
 
 def test_gemma_reads_what_makes_it_gemma(tiny: Tiny) -> None:
@@ -106,6 +121,13 @@ def test_factories_are_what_vllm_asks_for(architecture: str) -> None:
     assert {"input_ids", "positions"} <= inspect.signature(factory.forward).parameters.keys()
     for method in ("embed_input_ids", "compute_logits", "load_weights", "get_kv_spec", "bind_kv_cache", "from_configs"):
         assert callable(getattr(factory, method))
+
+
+def test_vllm_may_construct_the_factory(tiny: Tiny) -> None:
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(hf_config=raw(tiny, "gemma3")))
+    built = registry.find(["Gemma3ForCausalLM"]).load()(vllm_config=vllm_config, prefix="")
+    assert built.config == Gemma3Config.from_configs(raw(tiny, "gemma3"))
+    assert isinstance(built, Gemma3ForCausalLM)
 
 
 def test_an_unknown_architecture_is_not_found() -> None:

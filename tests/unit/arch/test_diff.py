@@ -309,3 +309,47 @@ def test_bad_configs_are_explained(tmp_path: Path, text: str, error: type[Except
 def test_models_out_of_reach_are_explained() -> None:
     with pytest.raises(Unavailable, match=r"google/gemma-4-31B-it.*config\.json is enough"):
         diff(str(CONFIGS / "llama-3-8b"), "google/gemma-4-31B-it")
+
+
+def test_the_building_blocks_exist() -> None:
+    import importlib
+
+    import pilotage.functional as NF
+    from pilotage import nn
+
+    for row in compared("llama-3-8b", "gemma-3-270m").checklist:
+        for name in re.findall(r"NF\.(\w+)", row.block):
+            assert hasattr(NF, name), name
+        for name in re.findall(r"pilotage\.nn\.(\w+)", row.block):
+            assert hasattr(nn, name), name
+        for module, name in re.findall(r"(pilotage\.(?!nn)[\w.]+)\.(\w+)", row.block):
+            assert hasattr(importlib.import_module(module), name), name
+
+
+@pytest.mark.slow
+def test_every_architecture_of_transformers() -> None:
+    """Nothing breaks on any of them, and none differs from itself."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as LANGUAGE
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as VISION
+
+    from pilotage.arch.diff.compare import compare
+    from pilotage.arch.diff.side import side
+
+    llama = compared("llama-3-8b", "llama-3-8b").a
+    compared_count = 0
+    for model_type in dict.fromkeys([*LANGUAGE, *VISION]):
+        try:
+            raw = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False)) | {"model_type": model_type}
+        except Exception:  # a class without defaults that it accepts itself
+            continue
+        try:
+            new = side(model_type, raw)
+        except ConfigError:
+            continue  # states no sizes at all: not a language model's config
+        compare(llama, new)
+        found = compare(new, new)
+        assert not found.work_items, model_type
+        assert all(row.verdict == "same" for row in found.checklist), model_type
+        compared_count += 1
+    assert compared_count > 190

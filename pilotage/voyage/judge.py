@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pilotage.core.nouns import Status, worst
+from pilotage.report.benchmark import chosen
 from pilotage.report.text import num, number, seconds, size, status_of
 
 Judged = tuple[Status, str, str]
@@ -120,9 +121,8 @@ def bench(result: Mapping[str, Any]) -> Judged:
         return Status.NOT_MEASURED, "pilotage was not measured", "the benchmark holds no measurement of pilotage"
     if not ratios:
         return Status.NOT_MEASURED, "no ratio", "nothing to compare with was measured in the same run"
-    shown = [f"{row.get('load')} {num(row['ratio'])}× {row.get('against')}" for row in ratios[:3]]
-    more = f", {len(ratios) - 3} more" if len(ratios) > 3 else ""
-    return Status.PASS, ", ".join(shown) + more, ""
+    shown = [f"{row.get('load')} {num(row['ratio'])}× {row.get('against')}" for row in chosen(ratios)]
+    return Status.PASS, ", ".join(shown), ""
 
 
 _JUDGES: Mapping[str, Callable[[Mapping[str, Any]], Judged]] = {

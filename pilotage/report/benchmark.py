@@ -99,3 +99,13 @@ def time_tables(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         figure = figures.bar(number(part.get("share")) or 0.0, css="target")
         tables.setdefault(str(part.get("load", "")), []).append({**part, "figure": figure})
     return [{"load": load, "rows": rows} for load, rows in tables.items()]
+
+
+def busy_note(machine: Any) -> str:
+    """A warning when other programs kept the machine busy while it was measured; empty otherwise."""
+    if not isinstance(machine, Mapping):
+        return ""
+    load, cores = number(machine.get("load_average")), number(machine.get("cores"))
+    if load is None or not cores or load <= 1.5 * cores:
+        return ""
+    return f"The machine was busy with other work (load average {load:.1f} on {cores:.0f} cores): expect wide spreads."

@@ -102,6 +102,7 @@ def _bench_view(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
         "ratios": benchmark.ratio_rows(result.get("ratios") or []),
         "time": benchmark.time_tables(result.get("where_time_goes") or []),
         "loads": result.get("loads") or {},
+        "busy": benchmark.busy_note(result.get("machine")),
     }
 
 

@@ -197,3 +197,12 @@ def test_records_read_back_as_written() -> None:
     assert StageRecord.from_json(record.to_json()) == record
     with pytest.raises(BadInput, match="not a stage record"):
         StageRecord.from_json({"schema": 1, "stage": "smoke", "status": "green", "summary": ""})
+
+
+def test_a_busy_machine_is_said(tmp_path: Path) -> None:
+    quiet = built(samples.write_run(tmp_path))
+    assert "busy with other work" not in quiet
+    bench = samples.bench()
+    bench["machine"]["load_average"] = 20.0
+    loud = built(samples.write_run(tmp_path, bench=samples.record("bench", result=bench)))
+    assert "load average 20.0 on 2 cores" in loud

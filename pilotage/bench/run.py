@@ -6,10 +6,12 @@ import contextlib
 import os
 import platform
 import shlex
+import signal
 import sys
 import tempfile
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,6 +130,7 @@ def bench(
     arms = _Arms()
     versions = _versions(peer)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_stopped_by_sigterm())
         directory = logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pilotage-bench-")))
         directory.mkdir(parents=True, exist_ok=True)
         rows = _profile(path, chosen, directory, say) if profile else []
@@ -168,6 +171,23 @@ def bench(
         machine=_machine(),
         versions=versions,
     )
+
+
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Leave through the usual way when told to end, so that no server stays behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(signum: int, frame: Any) -> None:
+        sys.exit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _measure(arms: _Arms, chosen: list[Load], repeats: int, bar: Any) -> None:

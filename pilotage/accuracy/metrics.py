@@ -253,10 +253,15 @@ class RowErrors:
         return self.sq.sqrt()
 
 
-def row_errors(actual: Tensor, expected: Tensor, *, rows_at_once: int = 32) -> RowErrors:
-    """Compare rows [n, width] of any float dtype, `rows_at_once` of them in float64 at a time."""
+# Elements that are in float64 at a time: they stay in a core's cache, which is seven times faster than more of them.
+_AT_ONCE = 256 * 1024
+
+
+def row_errors(actual: Tensor, expected: Tensor) -> RowErrors:
+    """Compare rows [n, width] of any float dtype."""
     if actual.shape != expected.shape:
         raise ValueError(f"rows of shape {tuple(actual.shape)} against {tuple(expected.shape)}")
+    rows_at_once = max(1, _AT_ONCE // expected.shape[-1])
     parts: list[tuple[Tensor, ...]] = []
     for start in range(0, expected.shape[0], rows_at_once):
         e = expected[start : start + rows_at_once].detach().double()
@@ -296,9 +301,7 @@ class LogitErrors:
     gap: Tensor
 
 
-def logit_errors(
-    actual: Tensor, expected: Tensor, *, dtype: torch.dtype, ks: Sequence[int] = TOP_K, rows_at_once: int = 16
-) -> LogitErrors:
+def logit_errors(actual: Tensor, expected: Tensor, *, dtype: torch.dtype, ks: Sequence[int] = TOP_K) -> LogitErrors:
     """Compare rows of logits as distributions.
 
     Args:
@@ -306,12 +309,12 @@ def logit_errors(
         expected: [n, V] logits of the reference.
         dtype: the dtype in whose ulps divergence is told.
         ks: sizes of the top-k error map; "all" is always added.
-        rows_at_once: rows held in float64 at a time; a vocabulary of 262,144 takes 2 MiB a row and tensor.
     """
     if actual.shape != expected.shape or not expected.shape[0]:
         raise ValueError(f"logits of shape {tuple(actual.shape)} against {tuple(expected.shape)}")
     parts: list[tuple[Tensor, ...]] = []
     width = expected.shape[-1]
+    rows_at_once = max(1, _AT_ONCE // width)
     sizes = {str(k): min(k, width) for k in ks}
     for start in range(0, expected.shape[0], rows_at_once):
         a = actual[start : start + rows_at_once].detach().double()

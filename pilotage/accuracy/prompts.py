@@ -54,7 +54,7 @@ def lengths(*, sliding_window: int | None, max_position: int) -> Lengths:
     A short window is passed three times over. A long one is passed by enough tokens that several decode steps and
     prompt rows look back past it.
     """
-    new_tokens = 20
+    new_tokens = 18
     longest = 150
     if sliding_window is not None:
         past = WINDOWS * sliding_window + sliding_window // 2

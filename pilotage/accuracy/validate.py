@@ -221,7 +221,8 @@ def validate(
         model: MODEL of the command line.
         reference: a checkpoint to compare with instead of the model's own.
         arms: dtypes.
-        eager: do not compile the engine's graphs.
+        eager: do not compile the engine's graphs. The fp32 arm never does: it judges the model's code, and nobody
+            serves its graphs; the serving dtype's arm judges what is shipped.
         modules: run the module checks as well.
         command: the command line, for the report.
         observe: replaces the engine: (arm, streams) -> observation. For measuring the gates themselves.
@@ -262,7 +263,8 @@ def validate(
         else:
             from pilotage.accuracy.arms.engine import EngineArm
 
-            observation = EngineArm(path, side.arm, enforce_eager=eager).observe(truth.streams)
+            uncompiled = eager or side.arm == "float32"
+            observation = EngineArm(path, side.arm, enforce_eager=uncompiled).observe(truth.streams)
         results.append(
             comparison.compare(
                 truth,

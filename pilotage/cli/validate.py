@@ -12,6 +12,7 @@ from pilotage.cli._common import Json, Model, print_json
 
 if TYPE_CHECKING:
     from pilotage.accuracy.validate import Validation
+    from pilotage.core.nouns import Verdict
 
 ORDER = 50
 
@@ -34,7 +35,9 @@ def verb(app: typer.Typer) -> None:
             list[str] | None, typer.Option(metavar="DTYPE", help="Only this arm: bfloat16 or float32.")
         ] = None,
         modules: Annotated[bool, typer.Option(help="Check single modules as well.")] = True,
-        eager: Annotated[bool, typer.Option("--eager", help="Do not compile the engine's graphs.")] = False,
+        eager: Annotated[
+            bool, typer.Option("--eager", help="Do not compile the engine's graphs (float32 never does).")
+        ] = False,
         json: Json = False,
     ) -> None:
         """Teacher-force the fp32 reference's tokens through the real engine and judge its errors by clean controls.
@@ -70,34 +73,39 @@ def _show(result: Validation) -> None:
     style = STYLES[result.status.value]
     console.print(f"[bold]{result.model}[/bold]{against}: [{style}]{result.status.value}[/{style}]", highlight=False)
     console.print(_verdicts(result))
+    for source in dict.fromkeys(verdict.bound_source for verdict in _all(result)):
+        console.print(f"[dim]bound: {source}[/dim]", highlight=False)
+    if result.modules:
+        console.print(_modules(result))
     console.print(_numbers(result))
-    console.print(_modules(result))
     spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result.seconds.items())
     console.print(f"[dim]{spent}[/dim]", highlight=False)
+
+
+def _all(result: Validation) -> list[Verdict]:
+    return [*result.verdicts, *(verdict for arm in result.arms for verdict in arm.verdicts)]
 
 
 def _verdicts(result: Validation) -> Any:
     from rich.table import Table
 
-    table = Table("status", "claim", "estimate", "interval", "bound", "n", "where the bound came from")
-    found = [*result.verdicts, *(verdict for arm in result.arms for verdict in arm.verdicts)]
+    table = Table("", "claim", "estimate", "95% interval", "bound", "n", title="verdicts", title_justify="left")
     order = ["fail", "not_measured", "pass"]
-    for verdict in sorted(found, key=lambda verdict: order.index(verdict.status.value)):
+    for verdict in sorted(_all(result), key=lambda verdict: order.index(verdict.status.value)):
         style = STYLES[verdict.status.value]
         interval = f"{_number(verdict.interval[0])} to {_number(verdict.interval[1])}" if verdict.interval else ""
         claim = verdict.claim
         if "position" in verdict.evidence:
-            claim += f" (worst: stream {verdict.evidence['stream']}, position {verdict.evidence['position']})"
+            claim += f" (largest: stream {verdict.evidence['stream']}, position {verdict.evidence['position']})"
         for name, values in verdict.evidence.get("differing", {}).items():
             claim += f"\n  {name}: {values['target']} here, {values['reference']} in the reference"
         table.add_row(
-            f"[{style}]{verdict.status.value}[/{style}]",
+            f"[{style}]{verdict.status.value.replace('_', ' ')}[/{style}]",
             claim,
             _number(verdict.estimate),
             interval,
             _number(verdict.bound),
             str(verdict.n),
-            verdict.bound_source,
         )
     return table
 
@@ -105,21 +113,25 @@ def _verdicts(result: Validation) -> Any:
 def _numbers(result: Validation) -> Any:
     from rich.table import Table
 
-    table = Table(
-        "arm", "rows", "top-1 differs", "of them ties", "max ulps", "max KL", "top-k error: target / baseline"
-    )
+    table = Table("", *(arm.arm for arm in result.arms), title="numbers", title_justify="left")
+    columns = []
     for arm in result.arms:
         rows = [row["target"] for row in arm.by_position]
-        topk = ", ".join(f"{k}: {_number(e['target'])} / {_number(e['baseline'])}" for k, e in arm.topk_errors.items())
-        table.add_row(
-            arm.arm,
-            str(arm.n_tokens),
-            str(len(arm.ties)),
-            str(sum(tie["tie"] for tie in arm.ties)),
-            _number(_largest([row["ulps"] for row in rows])),
-            _number(_largest([row["kl"] for row in rows])),
-            topk,
-        )
+        ties = sum(tie["tie"] for tie in arm.ties)
+        cells = {
+            "rows compared": str(arm.n_tokens),
+            "baseline": arm.baseline,
+            "top-1 differs": f"{len(arm.ties)}, {ties} of them ties",
+            "max divergence, ulps": _number(_largest([row["ulps"] for row in rows])),
+            "max KL, nats": _number(_largest([row["kl"] for row in rows])),
+        }
+        for k, found in arm.topk_errors.items():
+            cells[f"top-{k} error" if k != "all" else "error over all"] = (
+                f"{_number(found['target'])}, baseline {_number(found['baseline'])}"
+            )
+        columns.append(cells)
+    for name in columns[0] if columns else []:
+        table.add_row(name, *(cells[name] for cells in columns))
     return table
 
 
@@ -132,11 +144,11 @@ def _largest(values: list[float | None]) -> float | None:
 def _modules(result: Validation) -> Any:
     from rich.table import Table
 
-    table = Table("modules", "dtype", "checked", "pass", "fail", "not measured", "failing")
+    table = Table("kind", "dtype", "pass", "fail", "not measured", "failing", title="modules", title_justify="left")
     for kind, dtype in dict.fromkeys((module["kind"], module["dtype"]) for module in result.modules):
         chosen = [m for m in result.modules if (m["kind"], m["dtype"]) == (kind, dtype)]
         statuses = [module["verdict"]["status"] for module in chosen]
         failing = [m["module"] for m in chosen if m["verdict"]["status"] == "fail"]
         counts = [str(statuses.count(status)) for status in ("pass", "fail", "not_measured")]
-        table.add_row(kind, dtype, str(len(chosen)), *counts, ", ".join(failing[:3]) + (" ..." if failing[3:] else ""))
+        table.add_row(kind, dtype, *counts, ", ".join(failing[:3]) + (" ..." if failing[3:] else ""))
     return table

@@ -20,8 +20,9 @@ from pilotage.core.errors import BadInput, Unsupported
 from pilotage.core.nouns import Observation
 
 Mode = Literal["whole", "cached", "chunked"]
-# Longer than any step of a decode and no multiple of a block or window size.
+# No multiple of a block or window size; longer ones for long prompts, where each chunk is a forward of its own.
 CHUNK = 27
+CHUNKS = 5
 
 
 @contextlib.contextmanager
@@ -90,7 +91,8 @@ class HFArm:
         model: from `load`.
         name: of the arm.
         mode: "whole" computes a stream in one forward without a cache; "cached" prefills the prompt and then feeds the
-            continuation token by token through Hugging Face's KV cache; "chunked" prefills in chunks as well.
+            continuation token by token through Hugging Face's KV cache; "chunked" feeds the whole
+            stream in chunks.
     """
 
     def __init__(self, model: Any, name: str, *, mode: Mode = "whole") -> None:
@@ -117,8 +119,10 @@ class HFArm:
 
     def _cached(self, stream: Stream) -> Tensor:
         end = stream.positions[-1] + 1
-        chunk = CHUNK if self.mode == "chunked" else stream.prompt
-        starts = [*range(0, stream.prompt, chunk), *range(stream.prompt, end)]
+        if self.mode == "chunked":
+            starts = list(range(0, end, max(CHUNK, stream.prompt // CHUNKS)))
+        else:
+            starts = [0, *range(stream.prompt, end)]
         rows: list[Tensor] = []
         cache = None
         for start, stop in zip(starts, [*starts[1:], end], strict=True):

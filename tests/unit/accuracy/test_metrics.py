@@ -80,19 +80,23 @@ def test_ulp_is_the_distance_to_the_next_float(value: float) -> None:
     assert float(metrics.ulp(x, torch.float32)) == float(next_one.double() - x.double())
 
 
-def test_row_errors() -> None:
+@pytest.mark.parametrize("at_once", [1, 5, 1000])
+def test_row_errors(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_AT_ONCE", at_once)
     expected = torch.tensor([[3.0, 4.0], [1.0, 0.0], [0.0, 0.0]])
     actual = torch.tensor([[3.3, 4.4], [1.0, 0.5], [0.0, NAN]])
-    rows = metrics.row_errors(actual, expected, rows_at_once=2)
+    rows = metrics.row_errors(actual, expected)
     assert rows.sq[:2].tolist() == pytest.approx([0.25, 0.25], rel=1e-6)
     assert rows.gain[:2].tolist() == pytest.approx([0.1, 0.0], rel=1e-6)
     assert rows.linf[2] == INF and rows.sq[2] == INF and rows.gain[2] == INF
 
 
-def test_logit_errors() -> None:
+@pytest.mark.parametrize("at_once", [1, 1000])
+def test_logit_errors(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_AT_ONCE", at_once)
     expected = torch.tensor([[4.0, 2.0, 1.0, 0.0], [1.0, 2.0, 0.0, -4.0]])
     actual = torch.tensor([[4.0, 2.0, 1.5, 0.0], [2.0, 1.0, 0.0, -4.0]])
-    found = metrics.logit_errors(actual, expected, dtype=torch.bfloat16, ks=(1, 2, 1000), rows_at_once=1)
+    found = metrics.logit_errors(actual, expected, dtype=torch.bfloat16, ks=(1, 2, 1000))
     assert found.top1.tolist() == [True, False]
     assert found.ulps.tolist() == [0.0, 1.0 / 2**-5]  # the ulp at max|actual| = 4
     assert {k: v.tolist() for k, v in found.topk.items()} == {

@@ -18,9 +18,9 @@ import torch
 
 from pilotage import functional
 from pilotage.core.config import TargetConfig
-from pilotage.core.errors import Unavailable, Unsupported
+from pilotage.core.errors import ConfigError, Unavailable, Unsupported
 from pilotage.core.progress import track
-from pilotage.serving import kv
+from pilotage.serving import kv, parallel_compile
 from pilotage.serving.batch import StepInputs
 from pilotage.serving.compile_cache import CompileCache, fingerprint, root
 
@@ -78,13 +78,50 @@ class Graphs:
         start = time.perf_counter()
         # Small graphs first: a mistake in the model shows within seconds.
         keys = sorted(self.inputs, key=lambda key: key[1])
+        quiet = self.vllm_config.parallel_config.rank != 0
         with self._cache() as cache:
-            missing = sum(not cache.has(_name(key)) for key in keys)
-            what = f"Compiling {missing} of {len(keys)} graphs" if missing else f"Loading {len(keys)} compiled graphs"
-            quiet = self.vllm_config.parallel_config.rank != 0
+            missing = [key for key in keys if not cache.has(_name(key))]
+            took = self._compile_at_once(missing, cache)
+            left = len(missing) - len(took)
+            what = f"Compiling {left} of {len(keys)} graphs" if left else f"Loading {len(keys)} compiled graphs"
             for key in keys if quiet else track(keys, what):
-                self._prepare(key, cache)
+                self._prepare(key, cache, compiled_in=took.get(key))
         return time.perf_counter() - start
+
+    def _compile_at_once(self, missing: Sequence[Key], cache: CompileCache) -> dict[Key, float]:
+        """Compile graphs into the cache, several at a time; returns the seconds of those that are there now."""
+        took: dict[Key, float] = {}
+        copies = parallel_compile.processes(len(missing), stated=_workers())
+        if copies < 2 or self.vllm_config.parallel_config.world_size > 1:  # several ranks already fill the cores
+            return took
+        _require_compiler()
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        console = Console(stderr=True)
+        columns = (
+            TextColumn(f"Compiling {len(missing)} graphs"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+            task = progress.add_task("", total=len(missing))
+
+            def finished(key: Key, seconds: float) -> None:
+                took[key] = seconds
+                progress.advance(task)
+
+            parallel_compile.compile_in_copies(
+                missing[::-1], lambda key: self._store(key, cache), copies=copies, finished=finished
+            )
+        return {key: seconds for key, seconds in took.items() if cache.has(_name(key))}
+
+    def _store(self, key: Key, cache: CompileCache) -> None:
+        functional.reset_receipt()
+        graph = self._compile(self.inputs[key])
+        cache.save(_name(key), graph, {"receipt": functional.receipt()})
 
     def _cache(self) -> CompileCache:
         target = TargetConfig.from_additional_config(self.vllm_config.additional_config)
@@ -101,7 +138,8 @@ class Graphs:
         }
         return CompileCache(root() / fingerprint(self.vllm_config, self.model, self.caches, extra))
 
-    def _prepare(self, key: Key, cache: CompileCache) -> None:
+    def _prepare(self, key: Key, cache: CompileCache, *, compiled_in: float | None = None) -> None:
+        """Load or compile a graph and run it once; `compiled_in` are the seconds it took to compile just before."""
         start = time.perf_counter()
         found = cache.load(_name(key))
         if found is None:
@@ -120,8 +158,8 @@ class Graphs:
             {
                 "kind": key[0],
                 "size": key[1],
-                "seconds": round(time.perf_counter() - start, 3),
-                "cached": found is not None,
+                "seconds": round(time.perf_counter() - start + (compiled_in or 0.0), 3),
+                "cached": found is not None and compiled_in is None,
             }
         )
 
@@ -129,8 +167,7 @@ class Graphs:
         import torch._dynamo.config as dynamo_config
         import torch._dynamo.exc as dynamo_errors
 
-        if shutil.which(os.environ.get("CXX") or "g++") is None:
-            raise Unavailable("no C++ compiler (g++) found", where="torch.compile", do="install g++ or set CXX")
+        _require_compiler()
         compiled = torch.compile(
             type(self.model).forward, fullgraph=True, dynamic=False, options={**_options(), "guard_filter_fn": _none}
         )
@@ -205,7 +242,22 @@ def _options() -> dict[str, Any]:
         # torch shells out to openssl for this; a minimal machine has none.
         "cpp_cache_precompile_headers": shutil.which("openssl") is not None,
     }
-    workers = next((os.environ[name] for name in _WORKERS_NAMES if os.environ.get(name)), None)
-    if workers is not None:
-        options["compile_threads"] = int(workers)
     return options
+
+
+def _workers() -> int | None:
+    """How many graphs the user wants compiled at once."""
+    stated = next((os.environ[name] for name in _WORKERS_NAMES if os.environ.get(name)), None)
+    if stated is None:
+        return None
+    try:
+        return max(1, int(stated))
+    except ValueError as error:
+        raise ConfigError(
+            f"{stated!r} is no number", where=_WORKERS_NAMES[0], do="give a number of processes"
+        ) from error
+
+
+def _require_compiler() -> None:
+    if shutil.which(os.environ.get("CXX") or "g++") is None:
+        raise Unavailable("no C++ compiler (g++) found", where="torch.compile", do="install g++ or set CXX")

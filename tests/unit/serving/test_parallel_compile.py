@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config  # once, here, and not in every copy
 
 from pilotage.serving import parallel_compile
 

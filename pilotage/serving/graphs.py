@@ -1,7 +1,8 @@
 """One graph a bucket: its input buffers, its compiled form, what ran in it and how long it took to get.
 
-A graph is the whole forward, captured once (`fullgraph`, no dynamic shapes) and compiled ahead of time. What runs
-later is that compiled function and nothing else: there is no guard that could fail and no tracer that could recompile.
+A graph is the whole forward, captured once (`fullgraph`, no dynamic shapes) and compiled ahead of time by inductor,
+each distinct layer once (`pieces`). What runs later is that compiled function and nothing else: there is no guard that
+could fail and no tracer that could recompile.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pilotage import functional
 from pilotage.core.config import TargetConfig
 from pilotage.core.errors import ConfigError, Unavailable, Unsupported
 from pilotage.core.progress import track
-from pilotage.serving import kv, parallel_compile
+from pilotage.serving import kv, parallel_compile, pieces
 from pilotage.serving.batch import StepInputs
 from pilotage.serving.compile_cache import CompileCache, fingerprint, root
 
@@ -95,6 +96,7 @@ class Graphs:
         if copies < 2 or self.vllm_config.parallel_config.world_size > 1:  # several ranks already fill the cores
             return took
         _require_compiler()
+        _load_compiler()
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -169,7 +171,11 @@ class Graphs:
 
         _require_compiler()
         compiled = torch.compile(
-            type(self.model).forward, fullgraph=True, dynamic=False, options={**_options(), "guard_filter_fn": _none}
+            type(self.model).forward,
+            fullgraph=True,
+            dynamic=False,
+            backend=lambda graph, _examples: pieces.compile_in_pieces(graph, _options()),
+            options={"guard_filter_fn": _none},
         )
         try:
             with torch.no_grad(), dynamo_config.patch(enable_aot_compile=True):
@@ -256,6 +262,14 @@ def _workers() -> int | None:
         raise ConfigError(
             f"{stated!r} is no number", where=_WORKERS_NAMES[0], do="give a number of processes"
         ) from error
+
+
+def _load_compiler() -> None:
+    """Do what every copy of this process would otherwise do again: import the compiler, probe the CPU's vectors."""
+    import torch._inductor.compile_fx  # noqa: F401
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    pick_vec_isa()
 
 
 def _require_compiler() -> None:

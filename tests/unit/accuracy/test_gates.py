@@ -144,3 +144,19 @@ def test_floored_accepts_rounding_and_rejects_more() -> None:
     assert "linf_in_floors" in failing
     assert gates.floored(expected * NAN, expected, expected, name="x")[0].status is Status.FAIL
     assert gates.floored(expected, expected * NAN, expected, name="x")[0].status is Status.NOT_MEASURED
+
+
+def test_floored_knows_outlier_channels() -> None:
+    generator = torch.Generator().manual_seed(0)
+    expected = torch.randn(64, 640, generator=generator)
+    expected[:, 7] *= 30
+    rounded = expected.clone()
+    rounded[3, 7] += 100 * metrics.FLOAT32_EPS * float(expected[:, 7].square().mean().sqrt()) / 2
+    assert worst([v.status for v in gates.floored(rounded, expected, expected, name="x")]) is Status.PASS
+    ordinary = expected.clone()
+    ordinary[3, 8] += 100 * metrics.FLOAT32_EPS * float(expected.square().mean().sqrt())
+    failing = [v.metric for v in gates.floored(ordinary, expected, expected, name="x") if v.status is Status.FAIL]
+    assert failing == ["linf_in_floors"]
+    wrong = expected.clone()
+    wrong[3, 7] += 1e-3
+    assert worst([v.status for v in gates.floored(wrong, expected, expected, name="x")]) is Status.FAIL

@@ -210,7 +210,7 @@ def floored(target: Tensor, expected: Tensor, baseline: Tensor, *, name: str) ->
     width = expected.shape[-1]
     rows = expected.reshape(-1, width)
     a, b = (metrics.row_errors(x.reshape(-1, width), rows) for x in (target, baseline))
-    linf = (metrics.channel_linf(target.reshape(-1, width), rows), metrics.channel_linf(baseline.reshape(-1, width), rows))
+    of_target, of_baseline = (metrics.channel_linf(x.reshape(-1, width), rows) for x in (target, baseline))
     return [
         Verdict(
             claim=f"{claim} ({what})",
@@ -222,7 +222,7 @@ def floored(target: Tensor, expected: Tensor, baseline: Tensor, *, name: str) ->
             status=by_value(value, bound),
         )
         for (metric, value), what, bound, floor in zip(
-            metrics.in_floors(a, b, linf=linf, slack=BASELINE_SLACK).items(),
+            metrics.in_floors(a, b, linf=(of_target, of_baseline), slack=BASELINE_SLACK).items(),
             ("pooled", "largest element", "rescaling of rows"),
             (1.0, 1.0, GAIN_BOUND),
             ("4 eps RMS(expected)", "80 eps RMS(expected), of the channel where that is larger", "eps / 2"),

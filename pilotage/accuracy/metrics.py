@@ -431,9 +431,7 @@ def channel_linf(actual: Tensor, expected: Tensor) -> float:
     return float((errors(actual, e).abs() / above).amax())
 
 
-def in_floors(
-    actual: RowErrors, baseline: RowErrors, *, linf: tuple[float, float], slack: float
-) -> dict[str, float]:
+def in_floors(actual: RowErrors, baseline: RowErrors, *, linf: tuple[float, float], slack: float) -> dict[str, float]:
     """Return RMS error, largest error and row gain in units of their fp32 floors.
 
     Args:

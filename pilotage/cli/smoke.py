@@ -55,7 +55,9 @@ def _show(console: Console, result: Smoke) -> None:
             f"{counts['errors']} in error"
         )
     load = f"{result.load_s:.1f} s" if result.load_s is not None else "unknown"
-    console.print(f"loaded in {load}; the engine was ready after {result.start_s:.1f} s ({result.dtype})")
+    compiled = result.receipt.get("compile_s")
+    graphs = f"{len(result.buckets)} graphs in {compiled:.1f} s" if compiled is not None else "no graphs"
+    console.print(f"loaded in {load}; {graphs}; the engine was ready after {result.start_s:.1f} s ({result.dtype})")
 
     table = Table("kind", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("size", "seconds"):

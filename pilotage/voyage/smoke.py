@@ -54,7 +54,7 @@ class Smoke:
             "status": self.status.value,
             "load_s": self.load_s,
             "start_s": round(self.start_s, 3),
-            "compile_s": round(sum(bucket["seconds"] for bucket in self.buckets), 3),
+            "compile_s": self.receipt.get("compile_s"),
             "buckets": self.buckets,
             "prompts": self.prompts,
             "receipt": dict(self.receipt),

@@ -23,6 +23,7 @@ class Leg:
         result: the result of a stage that needs no process.
         depends: options that its result depends on, for the fingerprint.
         needs: stages that must have completed before it makes sense.
+        light: it keeps one core busy for seconds, and may run beside its light neighbours.
     """
 
     stage: str
@@ -31,6 +32,7 @@ class Leg:
     result: Mapping[str, Any] | None = None
     depends: Mapping[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
+    light: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +59,14 @@ def plot(model: str, info: Mapping[str, Any], options: Options, run_dir: Path) -
         run_dir: where a scaffold goes.
     """
     diff_command, diff_shown = _verb("diff", donor_model(options.donor), model)
-    legs = [Leg(stage="diff", command=diff_command, shown=diff_shown, depends={"donor": options.donor})]
+    legs = [Leg(stage="diff", command=diff_command, shown=diff_shown, depends={"donor": options.donor}, light=True)]
     if not info["supported"]:
         return [*legs, _scaffold(model, info, options, run_dir)]
     legs.append(
         Leg(
             stage="implement",
             result={key: info.get(key) for key in ("architecture", "supported", "origin")} | {"files": []},
+            light=True,
         )
     )
     legs.append(
@@ -71,10 +74,11 @@ def plot(model: str, info: Mapping[str, Any], options: Options, run_dir: Path) -
             stage="register",
             command=(sys.executable, "-m", "pilotage.voyage.stage", "register", info["architecture"]),
             shown=f"python -m pilotage.voyage.stage register {shlex.quote(info['architecture'])}",
+            light=True,
         )
     )
     weights_command, weights_shown = _verb("weights", model)
-    legs.append(Leg(stage="weights", command=weights_command, shown=weights_shown))
+    legs.append(Leg(stage="weights", command=weights_command, shown=weights_shown, light=True))
     # The ledger was just proven by the stage before; `pilotage smoke` on its own proves it itself.
     smoke_command, _ = _verb("smoke", model, "--no-ledger")
     _, smoke_shown = _verb("smoke", model)

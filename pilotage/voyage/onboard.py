@@ -6,7 +6,9 @@ import contextlib
 import datetime
 import os
 import platform
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,14 +110,18 @@ def sail(
     run.write_voyage(voyage)
 
     records: dict[str, StageRecord] = {}
-    for leg in legs:
-        if leg.stage in kept:
-            record = kept[leg.stage]
-        else:
-            record = _run_leg(run, leg, digests[leg.stage], records, skip=skip, watcher=watcher)
+    for group in _groups(legs):
+        due = [leg for leg in group if leg.stage not in kept]
+
+        def sail_one(leg: Leg, stop: threading.Event) -> StageRecord:
+            record = _run_leg(run, leg, digests[leg.stage], records, skip=skip, watcher=watcher, stop=stop)
             run.write(record)
-        records[leg.stage] = record
-        watcher.ended(record, leg.stage in kept)
+            return record
+
+        made = _together(due, sail_one)
+        for leg in group:
+            records[leg.stage] = kept[leg.stage] if leg.stage in kept else made[leg.stage]
+            watcher.ended(records[leg.stage], leg.stage in kept)
         # After every stage, so that an interrupted voyage has a report too. A page that cannot be drawn must not end a
         # voyage of minutes; the last one, below, says why it cannot.
         with contextlib.suppress(jinja2.TemplateError, TypeError, ValueError, KeyError):
@@ -130,6 +136,41 @@ def sail(
     return Arrival(
         status=worst([record.status for record in ordered]), records=ordered, kept=frozenset(kept), report=report
     )
+
+
+def _groups(legs: Sequence[Leg]) -> list[list[Leg]]:
+    """Neighbouring light legs share a group and run side by side; every other leg is a group of its own."""
+    groups: list[list[Leg]] = []
+    for leg in legs:
+        if leg.light and groups and groups[-1][-1].light:
+            groups[-1].append(leg)
+        else:
+            groups.append([leg])
+    return groups
+
+
+def _together(legs: Sequence[Leg], sail_one: Callable[[Leg, threading.Event], StageRecord]) -> dict[str, StageRecord]:
+    """Run legs side by side, one a core; when one raises, or we are interrupted, the others are ended first."""
+    stop = threading.Event()
+    if len(legs) < 2:
+        return {leg.stage: sail_one(leg, stop) for leg in legs}
+    with ThreadPoolExecutor(min(len(legs), os.cpu_count() or 1)) as pool:
+        futures = {leg.stage: pool.submit(sail_one, leg, stop) for leg in legs}
+        try:
+            # In small steps: an interruption must reach this thread.
+            while not wait(futures.values(), timeout=0.2, return_when=FIRST_EXCEPTION).done >= set(futures.values()):
+                if any(future.done() and future.exception() is not None for future in futures.values()):
+                    break
+            raised = [future.exception() for future in futures.values() if future.done()]
+            for error in raised:
+                if error is not None:
+                    raise error
+            return {name: future.result() for name, future in futures.items()}
+        except BaseException:
+            stop.set()
+            for future in futures.values():
+                future.cancel()
+            raise
 
 
 def _not_run(name: str, reason: str, *, command: str = "") -> StageRecord:
@@ -152,6 +193,7 @@ def _run_leg(
     *,
     skip: Sequence[str],
     watcher: Watcher,
+    stop: threading.Event,
 ) -> StageRecord:
     if leg.stage in skip:
         return _not_run(leg.stage, f"left out by --skip {leg.stage}", command=leg.shown)
@@ -175,7 +217,7 @@ def _run_leg(
         )
     run.check_space()
     log = run.log(leg.stage)
-    outcome = process.run(leg.command, log=log, tick=lambda line: watcher.ticks(leg.stage, line))
+    outcome = process.run(leg.command, log=log, tick=lambda line: watcher.ticks(leg.stage, line), stop=stop)
     common: dict[str, Any] = {
         "stage": leg.stage,
         "fingerprint": digest,

@@ -75,8 +75,17 @@ def _what_went_wrong(exit_code: int, log: Path | None) -> str:
     return f"its process left with exit code {exit_code}" + (f": {line}" if line else "")
 
 
+class Stopped(Exception):
+    """The stage was ended because the voyage ends."""
+
+
 def run(
-    command: Sequence[str], *, log: Path | None, tick: Callable[[str], None] | None = None, poll_s: float = 0.2
+    command: Sequence[str],
+    *,
+    log: Path | None,
+    tick: Callable[[str], None] | None = None,
+    stop: threading.Event | None = None,
+    poll_s: float = 0.2,
 ) -> Outcome:
     """Run `command` under supervision and read the JSON object that it prints.
 
@@ -84,10 +93,12 @@ def run(
         command: program and arguments.
         log: file for its standard error; None lets it through to ours.
         tick: called about five times a second with the last line of the log.
+        stop: when set, from another thread, the command is ended.
         poll_s: seconds between two looks at the process.
 
     Raises:
         StorageError: the log cannot be written, or the stage says that the disk is full.
+        Stopped: `stop` was set.
         KeyboardInterrupt: passed on after everything that the command started has ended.
     """
     supervised = [sys.executable, "-m", "pilotage.voyage.supervise", str(os.getpid()), "--", *command]
@@ -114,6 +125,8 @@ def run(
     reader.start()
     try:
         while process.poll() is None:
+            if stop is not None and stop.is_set():
+                raise Stopped
             if tick is not None:
                 tick(last_line(log) if log is not None else "")
             time.sleep(poll_s)

@@ -97,11 +97,28 @@ def test_controls_are_measured_in_units_of_the_baseline_and_leave_the_model_alon
         patch.setattr(controls, "CONTROLS", fast)
         found, missing = controls.measure(model, STREAMS, expected, baseline, phases, skip=(controls.EAGER,))
     assert not missing
-    assert [c.name for c in found] == [c.name for c in fast if c.name != controls.EAGER]
-    assert len(found) >= gates.MIN_CONTROLS
+    assert [c.name for c in found] == [c.name for c in fast if c.name != controls.EAGER][: controls.ENOUGH]
+    assert len(found) == controls.ENOUGH >= gates.MIN_CONTROLS
     assert all(0.5 < c.estimate < 2 for c in found)
     assert model.config._attn_implementation == "sdpa"
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+
+
+def test_a_control_that_an_architecture_cannot_have_is_replaced(tiny: Callable[..., Path]) -> None:
+    """Without permutations and a compiler there are still enough, and the reasons are told."""
+    path = tiny("llama3")
+    model = hf.load(path, torch.bfloat16)
+    for layer in model.model.layers:
+        layer.input_layernorm.mystery = torch.nn.Parameter(torch.zeros(1))
+    expected = torch.cat(hf.HFArm(hf.load(path, torch.float32), "e").observe(STREAMS).logits)
+    baseline = metrics.row_errors(torch.cat(hf.HFArm(model, "b").observe(STREAMS).logits), expected)
+    phases = [s.phase(p) for s in STREAMS for p in s.positions]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no compiler")))
+        found, missing = controls.measure(model, STREAMS, expected, baseline, phases)
+    assert "mystery" in missing["permuted hidden channels"] and "no compiler" in missing["compiled"]
+    assert not {c.name for c in found} & set(missing)
+    assert len(found) == 7
 
 
 def test_controls_have_one_compiled_and_one_permuted() -> None:

@@ -32,6 +32,9 @@ PASSING = {
 }
 
 
+LIGHT = ("diff", "weights")
+
+
 def program(marks: Path, name: str, result: Any, *, code: int = 0, body: str = "") -> Leg:
     """A stage that notes that it ran, does `body`, prints `result` and leaves with `code`."""
     source = textwrap.dedent(
@@ -42,7 +45,8 @@ def program(marks: Path, name: str, result: Any, *, code: int = 0, body: str = "
         print(json.dumps({result!r})); sys.exit({code})
         """
     )
-    return Leg(stage=name, command=(sys.executable, "-c", source), shown=f"pilotage {name}")
+    command = (sys.executable, "-c", source)
+    return Leg(stage=name, command=command, shown=f"pilotage {name}", light=name in LIGHT)
 
 
 @pytest.fixture(autouse=True)
@@ -66,8 +70,12 @@ def run(tmp_path: Path) -> RunDir:
 
 def legs(marks: Path, **changes: Leg) -> list[Leg]:
     planned = {name: program(marks, name, result) for name, result in PASSING.items()}
-    planned["implement"] = Leg(stage="implement", result={"architecture": "X", "supported": True, "origin": "test"})
-    planned["register"] = Leg(stage="register", result={"checks": [{"claim": "c", "found": "f", "ok": True}]})
+    planned["implement"] = Leg(
+        stage="implement", result={"architecture": "X", "supported": True, "origin": "test"}, light=True
+    )
+    planned["register"] = Leg(
+        stage="register", result={"checks": [{"claim": "c", "found": "f", "ok": True}]}, light=True
+    )
     planned |= changes
     return [planned[stage.name] for stage in STAGES]
 
@@ -208,11 +216,20 @@ def _gone(pid: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc and prctl (Linux)")
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("slow", "signum"),
+    [
+        ("validate", signal.SIGKILL),
+        ("validate", signal.SIGINT),
+        ("validate", signal.SIGTERM),
+        ("weights", signal.SIGKILL),  # one of those that run side by side
+        ("weights", signal.SIGINT),
+    ],
+)
 def test_interrupted_mid_stage_it_leaves_whole_records_no_processes_and_resumes(
-    tmp_path: Path, run: RunDir, marks: Path, signum: signal.Signals
+    tmp_path: Path, run: RunDir, marks: Path, slow: str, signum: signal.Signals
 ) -> None:
-    voyage = _start_voyage(run.path, marks, "validate")
+    voyage = _start_voyage(run.path, marks, slow)
     pids = [int(pid) for pid in (marks / "pids").read_text().split()]
     with pytest.raises(Unavailable, match="another voyage"), RunDir(run.path).locked():
         pass
@@ -225,12 +242,50 @@ def test_interrupted_mid_stage_it_leaves_whole_records_no_processes_and_resumes(
 
     records = read(run.path)
     assert not records.unreadable
-    assert "validate" not in records.stages and "smoke" in records.stages
+    assert slow not in records.stages
     with run.locked():
         arrival = sail(run, legs(marks), VOYAGE)
     assert arrival.status is Status.PASS
-    assert {"diff", "weights", "smoke"} <= arrival.kept
-    assert ran(marks, "smoke") == 1 and ran(marks, "validate") == 2
+    assert ran(marks, slow) == 2
+    if slow == "validate":
+        assert {"diff", "weights", "smoke"} <= arrival.kept and ran(marks, "smoke") == 1
+
+
+def test_light_stages_run_side_by_side_and_heavy_ones_alone(run: RunDir, marks: Path) -> None:
+    def meet(mine: str, other: str) -> str:
+        """Wait for the other one: together they end, one after the other they would not."""
+        there = f"os.path.exists({str(marks / other)!r})"
+        lines = (
+            "end = time.time() + 60",
+            f"while not {there} and time.time() < end: time.sleep(0.02)",
+            f"assert {there}",
+        )
+        return "\n        ".join(lines)
+
+    arrival = sail(
+        run,
+        legs(
+            marks,
+            diff=program(marks, "diff", PASSING["diff"], body=meet("diff", "weights")),
+            weights=program(marks, "weights", PASSING["weights"], body=meet("weights", "diff")),
+            smoke=program(
+                marks, "smoke", PASSING["smoke"], body=f"assert not os.path.exists({str(marks / 'validate')!r})"
+            ),
+        ),
+        VOYAGE,
+    )
+    assert arrival.status is Status.PASS, [record.reason for record in arrival.records]
+
+
+def test_a_full_disk_in_one_light_stage_ends_the_others(run: RunDir, marks: Path) -> None:
+    full = program(
+        marks, "diff", {}, body="print('pilotage: /x: no space left on the device', file=sys.stderr); sys.exit(2)"
+    )
+    slow = program(marks, "weights", {}, body="time.sleep(600)")
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="no space left"):
+        sail(run, legs(marks, diff=full, weights=slow), VOYAGE)
+    assert time.monotonic() - began < 60
 
 
 def test_the_lock_is_free_again_after_a_voyage(run: RunDir) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import platform
 import shlex
@@ -133,8 +134,12 @@ def bench(
         stack.enter_context(_stopped_by_sigterm())
         directory = logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pilotage-bench-")))
         directory.mkdir(parents=True, exist_ok=True)
-        rows = _profile(path, chosen, directory, say) if profile else []
-        # Both spend their first seconds importing, while the servers start.
+        # All of them spend their first seconds importing, side by side.
+        taken_apart = None
+        if profile and any(load.name in _PROFILED for load in chosen):
+            own = contextlib.ExitStack()
+            taken_apart = stack.enter_context(own)
+            profiled = own.enter_context(Child("pilotage.bench.step_profile", directory / "profile.log", [str(path)]))
         client = stack.enter_context(Child("pilotage.serving.bench_client", directory / "client.log"))
         if hf:
             runner = Child("pilotage.bench.hf_runner", directory / "hf.log", [str(path), shared["dtype"]])
@@ -155,6 +160,11 @@ def bench(
         if arms.hf is not None:
             versions[HF] = arms.hf.describe()
             commands.append(f"python -m pilotage.bench.hf_runner {path} {shared['dtype']}")
+        rows: list[dict[str, Any]] = []
+        if taken_apart is not None:
+            say("taking a step apart")
+            rows = _profile(profiled, chosen)
+            taken_apart.close()
         _measure(arms, chosen, repeats, bar)
         for name, pid in arms.pids.items():
             peak = memory.peak_rss_mib(pid)
@@ -197,7 +207,8 @@ def _measure(arms: _Arms, chosen: list[Load], repeats: int, bar: Any) -> None:
         for repeat in range(repeats + 1):
             for load in chosen:
                 # The first round only warms up: every arm allocates, and some compile, when first asked.
-                arms.repeat(load, SEED + repeat, keep=repeat > 0, step=step)
+                asked = load if repeat else dataclasses.replace(load, output_len=min(load.output_len, 4), spread=0.0)
+                arms.repeat(asked, SEED + repeat, keep=repeat > 0, step=step)
 
 
 def _servers(
@@ -220,25 +231,18 @@ def _servers(
     return found
 
 
-def _profile(path: Path, chosen: list[Load], directory: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    wanted = [load for load in chosen if load.name in _PROFILED]
-    if not wanted:
-        return []
-    say("taking a step apart")
-    question = {
-        "checkpoint": str(path),
-        "loads": [
-            {
-                "name": load.name,
-                "input_len": load.input_len,
-                "output_len": min(load.output_len, 32),
-                "concurrency": load.concurrency,
-            }
-            for load in wanted
-        ],
-    }
-    with Child("pilotage.bench.step_profile", directory / "profile.log") as child:
-        rows: list[dict[str, Any]] = child.ask(question)["rows"]
+def _profile(child: Child, chosen: list[Load]) -> list[dict[str, Any]]:
+    loads = [
+        {
+            "name": load.name,
+            "input_len": load.input_len,
+            "output_len": min(load.output_len, 32),
+            "concurrency": load.concurrency,
+        }
+        for load in chosen
+        if load.name in _PROFILED
+    ]
+    rows: list[dict[str, Any]] = child.ask({"loads": loads})["rows"]
     return rows
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +22,19 @@ FUSED = "norms, rope, activations, residuals (fused) and graph overhead"
 
 
 class Stopwatch:
-    """Seconds spent in wrapped methods, one entry a call."""
+    """Seconds spent in wrapped methods, step by step.
+
+    Attributes:
+        steps: for each call of the outermost method, seconds by name; inner methods called several times are summed.
+    """
 
     def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.steps: list[dict[str, float]] = []
+        self._now: dict[str, float] = defaultdict(float)
         self._undo: list[Callable[[], None]] = []
 
-    def watch(self, owner: Any, method: str, name: str | Callable[..., str]) -> None:
-        """Time `owner.method`; `name` may depend on its arguments."""
+    def watch(self, owner: Any, method: str, name: str | Callable[..., str], *, ends_step: bool = False) -> None:
+        """Time `owner.method`; `name` may depend on its arguments. With `ends_step` it is the outermost one."""
         original = getattr(owner, method)
         own = method in vars(owner)
 
@@ -38,7 +44,10 @@ class Stopwatch:
                 return original(*args, **kwargs)
             finally:
                 label = name if isinstance(name, str) else name(*args, **kwargs)
-                self.seconds[label].append(time.perf_counter() - start)
+                self._now[label] += time.perf_counter() - start
+                if ends_step:
+                    self.steps.append(dict(self._now))
+                    self._now.clear()
 
         setattr(owner, method, timed)
         self._undo.append(lambda: setattr(owner, method, original) if own else delattr(owner, method))
@@ -55,19 +64,22 @@ def classify(name: str, shapes: Sequence[Any], sizes: dict[str, list[int]]) -> s
 
     Args:
         name: of the operator, e.g. "pilotage::native_linear".
-        shapes: of its tensor arguments.
+        shapes: of its arguments, in order.
         sizes: part -> shape of its weight, [out, in].
     """
     if "attention" in name or "sdpa" in name:
         return "attention"
     if "write_kv" in name:
         return "KV cache writes"
-    if "linear" in name or name in ("aten::mm", "aten::addmm"):
-        for part, (rows, columns) in sizes.items():
-            if [rows, columns] in shapes or [columns, rows] in shapes:
-                return part
-        return "other products"
-    return None
+    # Where each operator takes its weight: an activation may happen to have the shape of another layer's weight.
+    at = {"pilotage::native_linear": 1, "aten::mm": 1, "aten::addmm": 2, "mkldnn::_linear_pointwise": 1}.get(name)
+    if at is None:
+        return None
+    weight = list(shapes[at]) if len(shapes) > at else []
+    for part, size in sizes.items():
+        if weight in (size, size[::-1]):
+            return part
+    return "other products"
 
 
 def weight_sizes(model: Any) -> dict[str, list[int]]:
@@ -95,30 +107,30 @@ class Profiler:
         self.runner = self.worker.runner
 
     def parts(self, *, input_len: int, output_len: int, sequences: int) -> list[dict[str, Any]]:
-        """Run the load twice and return [{"part", "ms", "share"}] of one decode step, or of the prefill if one token
-        is wanted; the parts add up to the engine's whole step.
+        """Run the load and return [{"part", "ms", "share"}] of one decode step, or of the prefill if one token is
+        wanted; the parts add up to the engine's whole step.
         """
         kind = "decode" if output_len > 1 else "prefill"
         watch = Stopwatch()
-        watch.watch(self.core, "step_fn", "step")
-        watch.watch(self.core.scheduler, "schedule", "schedule")
-        watch.watch(self.core.scheduler, "update_from_output", "update")
+        watch.watch(self.core, "step_fn", "step", ends_step=True)
         watch.watch(self.runner, "execute_model", "execute")
         watch.watch(self.runner, "sample_tokens", "sample")
         watch.watch(self.runner.graphs, "run", lambda inputs: f"graph {inputs.kind}")
         try:
-            self._run(input_len, output_len, sequences, seed=1)
-            if kind == "prefill":  # a single step a run: the first is the warm-up
-                for seed in (2, 3):
-                    self._run(input_len, output_len, sequences, seed=seed)
+            for seed in (1,) if kind == "decode" else (1, 2, 3, 4):  # a prompt is a single step, and the first warms up
+                self._run(input_len, output_len, sequences, seed=seed)
         finally:
             watch.stop()
-        ms = self._of_kind(watch.seconds, kind)
-        inside = self._operators(kind, input_len, output_len, sequences)
-        inside[FUSED] = max(0.0, ms["graph"] - sum(inside.values()))
+        steps = [step for step in watch.steps if {name for name in step if "graph" in name} == {f"graph {kind}"}]
+        counted = steps[WARM_STEPS if len(steps) > 2 * WARM_STEPS else 1 :]
+        ms = {
+            name: statistics.median(step.get(name, 0.0) for step in counted) * 1e3
+            for name in ("step", "execute", "sample", f"graph {kind}")
+        }
+        graph = ms[f"graph {kind}"]
         rows = {
-            **inside,
-            "inputs of the graph": max(0.0, ms["execute"] - ms["graph"]),
+            **{part: share * graph for part, share in self._operators(kind, input_len, output_len, sequences).items()},
+            "inputs of the graph": max(0.0, ms["execute"] - graph),
             "sampling": ms["sample"],
             "scheduler and engine loop": max(0.0, ms["step"] - ms["execute"] - ms["sample"]),
         }
@@ -138,25 +150,14 @@ class Profiler:
         ]
         greedy(self.llm, prompts, new_tokens=output_len, detokenize=False, ignore_eos=True)
 
-    @staticmethod
-    def _of_kind(seconds: dict[str, list[float]], kind: str) -> dict[str, float]:
-        """Median milliseconds of the steps of one kind; prefill steps come first in a run."""
-        graph = seconds[f"graph {kind}"]
-        skip = WARM_STEPS if kind == "decode" and len(graph) > 2 * WARM_STEPS else 1
-        out = {"graph": statistics.median(graph[skip:]) * 1e3}
-        for name in ("step", "execute", "sample"):
-            # Steps that sampled nothing or were cut short at the end stand apart from those of this kind.
-            values = seconds[name][-len(graph) :] if kind == "decode" else seconds[name]
-            out[name] = statistics.median(values[skip:]) * 1e3
-        return out
-
     def _operators(self, kind: str, input_len: int, output_len: int, sequences: int) -> dict[str, float]:
-        """Milliseconds a graph run spends in each kind of operator."""
+        """Share of a graph's time in each kind of operator, and between them."""
         from torch.profiler import ProfilerActivity, profile
 
         sizes = weight_sizes(self.worker.model)
         runs = 0
         run = self.runner.graphs.run
+        seconds: list[float] = []
         totals: dict[str, float] = defaultdict(float)
 
         def profiled(inputs: Any) -> Any:
@@ -165,11 +166,13 @@ class Profiler:
                 return run(inputs)
             runs += 1
             with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
+                start = time.perf_counter()
                 result = run(inputs)
+                seconds.append(time.perf_counter() - start)
             for event in trace.key_averages(group_by_input_shape=True):
                 part = classify(event.key, list(event.input_shapes or []), sizes)
                 if part is not None:
-                    totals["MLP" if part == "MLP down" else part] += event.self_cpu_time_total / 1e3
+                    totals["MLP" if part == "MLP down" else part] += event.self_cpu_time_total / 1e6
             return result
 
         self.runner.graphs.run = profiled
@@ -177,7 +180,8 @@ class Profiler:
             self._run(input_len, min(output_len, 12), sequences, seed=9)
         finally:
             del self.runner.graphs.run
-        return {part: total / runs for part, total in totals.items()}
+        whole = max(sum(seconds), sum(totals.values()))
+        return {**{part: total / whole for part, total in totals.items()}, FUSED: 1 - sum(totals.values()) / whole}
 
 
 @contextlib.contextmanager
@@ -192,19 +196,19 @@ def profiler(checkpoint: Path) -> Iterator[Profiler]:
 
 
 def main() -> None:
-    """Answer `{"checkpoint", "loads": [{"name", "input_len", "output_len", "concurrency"}]}`."""
+    """Start the engine, then answer `{"loads": [{"name", "input_len", "output_len", "concurrency"}]}`."""
+    with profiler(Path(sys.argv[1])) as found:
 
-    def answer(question: dict[str, Any]) -> dict[str, Any]:
-        rows = []
-        with profiler(Path(question["checkpoint"])) as found:
+        def answer(question: dict[str, Any]) -> dict[str, Any]:
+            rows = []
             for load in question["loads"]:
                 parts = found.parts(
                     input_len=load["input_len"], output_len=load["output_len"], sequences=load["concurrency"]
                 )
                 rows += [{"load": load["name"], **part} for part in parts]
-        return {"rows": rows}
+            return {"rows": rows}
 
-    serve(answer)
+        serve(answer)
 
 
 if __name__ == "__main__":

@@ -88,20 +88,28 @@ class Thing:
         time.sleep(seconds)
         return "done"
 
+    def step(self) -> str:
+        self.work(0.01)
+        return self.work(0.01)
 
-def test_the_stopwatch_times_and_lets_go() -> None:
+
+def test_the_stopwatch_sums_by_step_and_lets_go() -> None:
     thing, watch = Thing(), Stopwatch()
     watch.watch(thing, "work", lambda seconds: f"work {seconds}")
-    assert thing.work(0.01) == "done"
-    assert watch.seconds["work 0.01"][0] >= 0.01
+    watch.watch(thing, "step", "step", ends_step=True)
+    assert thing.step() == "done"
+    thing.step()
+    assert len(watch.steps) == 2 and set(watch.steps[0]) == {"work 0.01", "step"}
+    assert watch.steps[0]["step"] >= watch.steps[0]["work 0.01"] >= 0.02
     watch.stop()
-    assert "work" not in vars(thing)
+    assert not vars(thing)
 
 
 def test_operators_are_told_apart_by_their_weights() -> None:
-    sizes = {"head": [320, 64], "q, k, v projection": [200, 64], "MLP": [256, 64]}
+    sizes = {"head": [320, 64], "q, k, v projection": [200, 64], "output": [64, 9], "MLP": [256, 64]}
     assert classify("pilotage::native_linear", [[1, 64], [320, 64], []], sizes) == "head"
-    assert classify("aten::mm", [[9, 64], [64, 200]], sizes) == "q, k, v projection"
+    assert classify("aten::mm", [[9, 64], [64, 200]], sizes) == "q, k, v projection"  # 9 rows: not the output's weight
+    assert classify("aten::addmm", [[200], [9, 64], [64, 200]], sizes) == "q, k, v projection"
     assert classify("aten::mm", [[9, 64], [64, 3]], sizes) == "other products"
     assert classify("pilotage::native_paged_attention", [[1]], sizes) == "attention"
     assert classify("pilotage::native_write_kv", [[1]], sizes) == "KV cache writes"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 from vllm.platforms.interface import Platform, PlatformEnum
 
 from pilotage.core.config import TargetConfig
-from pilotage.core.errors import ConfigError, PilotageError, Unsupported
+from pilotage.core.errors import BadInput, PilotageError, Unsupported
 from pilotage.serving import buckets, threads
 
 if TYPE_CHECKING:
@@ -240,25 +240,31 @@ def _set_batch_defaults() -> None:
 
 
 def _print_own_errors_without_trace() -> None:
-    """Print an uncaught `PilotageError` as one line and leave with its exit code, also under `vllm serve`."""
+    """Print a user's mistake as one line and leave with its exit code, also under `vllm serve`."""
     previous = sys.excepthook
     if getattr(previous, "_pilotage", False):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, PilotageError):
-            cause = cause.__cause__
-        if cause is None:
+        mistake = _mistake(error)
+        if mistake is None:
             previous(kind, error, trace)
             return
-        print(f"pilotage: {cause}", file=sys.stderr)
+        print(f"pilotage: {mistake}", file=sys.stderr)
         sys.stderr.flush()
-        sys.exit(cause.exit_code)
+        sys.exit(mistake.exit_code)
 
     hook._pilotage = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
-__all__ = ["ConfigError", "PilotagePlatform", "resolve_buckets"]
-os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+def _mistake(error: BaseException) -> PilotageError | None:
+    """Return what the user can act on in an uncaught error, or None."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, PilotageError):
+            return cause
+        if isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE:
+            return BadInput("the address is in use", where="vllm serve", do="choose another --port")
+        cause = cause.__cause__
+    return None

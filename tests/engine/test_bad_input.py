@@ -113,10 +113,20 @@ def test_port_in_use(tiny: Callable[..., Path]) -> None:
 
 
 def test_vllm_serve_says_it_in_one_line(tiny: Callable[..., Path]) -> None:
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(tiny("llama3"))]
-    command += ["--host", "127.0.0.1", "--port", str(launch.free_port())]
-    command += ["--additional-config", '{"pilotage": {"ep_degre": 2}}']
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 2
-    assert 'pilotage: additional_config.pilotage: unknown key "ep_degre"; did you mean "ep_degree"?' in ended.stderr
-    assert "Traceback" not in ended.stderr
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        used = taken.getsockname()[1]
+        said = {
+            ("--additional-config", '{"pilotage": {"ep_degre": 2}}'): (
+                'pilotage: additional_config.pilotage: unknown key "ep_degre"; did you mean "ep_degree"?'
+            ),
+            ("--port", str(used)): "pilotage: vllm serve: the address is in use; choose another --port",
+        }
+        for arguments, line in said.items():
+            command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(tiny("llama3"))]
+            command += ["--host", "127.0.0.1", "--port", str(launch.free_port()), *arguments]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+            assert ended.returncode == 2, ended.stderr[-2000:]
+            assert line in ended.stderr
+            assert "Traceback" not in ended.stderr

@@ -57,7 +57,9 @@ class Recorder:
     """Writes one file per forward: `logits` [rows, V] fp32, `position` [rows], `request` [rows].
 
     `request` counts in the order of `requests.json`, which lists vLLM's request ids. The row at position p predicts
-    the token at p + 1. Rows that a prefix-cache hit did not compute are absent.
+    the token at p + 1. Rows that a prefix-cache hit did not compute are absent. `forwards.json` lists every forward,
+    with rows recorded or not: its kind, the size of its graph, and for each request its number, first position and
+    count of tokens, in the order in which they were packed.
     """
 
     def __init__(self, directory: Path, *, write: bool, positions: Sequence[int] | None = None) -> None:
@@ -72,6 +74,7 @@ class Recorder:
         self.wanted = None if positions is None else torch.tensor(sorted(positions))
         self.files: list[str] = []
         self.requests: dict[str, int] = {}
+        self.forwards: list[dict[str, Any]] = []
         if write:
             directory.mkdir(parents=True, exist_ok=True)
 
@@ -95,6 +98,10 @@ class Recorder:
             compute_logits: the model's head, for the positions that were not sampled.
         """
         numbers = [self.requests.setdefault(req_id, len(self.requests)) for req_id in req_ids]
+        packed = zip(numbers, map(int, num_computed), forward.num_tokens, strict=True)
+        self.forwards.append(
+            {"kind": forward.kind, "size": hidden.shape[0], "requests": [list(item) for item in packed]}
+        )
         counts = torch.tensor(forward.num_tokens)
         index = {
             "position": torch.cat(
@@ -110,8 +117,11 @@ class Recorder:
             return
         sampled = {int(end) - 1: row for row, end in enumerate(counts.cumsum(0))}
 
+        # One request at a time: the head's rows must not depend on who else is in the batch.
+        shares = tokens.split(torch.bincount(index["request"], minlength=len(self.requests))[numbers].tolist())
+
         def pieces() -> Iterator[Tensor]:
-            for some in tokens.split(ROWS):
+            for some in (piece for share in shares if len(share) for piece in share.split(ROWS)):
                 rows: dict[int, Tensor] = {}
                 others = [token for token in some.tolist() if token not in sampled]
                 if others:
@@ -129,7 +139,8 @@ class Recorder:
                 pass
 
     def stop(self) -> list[str]:
-        """Write the list of request ids and return the files, in the order in which they were computed."""
+        """Write the lists of requests and of forwards; returns the files, in the order in which they were computed."""
         if self.writing:
             store.write_json(self.directory / "requests.json", list(self.requests))
+            store.write_json(self.directory / "forwards.json", self.forwards)
         return self.files

@@ -7,6 +7,7 @@ the very function behind the command with the arguments of the command, one JSON
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -32,12 +33,21 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
         sent.extend(request.prompt for request in settings["input_requests"])
         return await benchmark(**settings)
 
-    serve.benchmark = kept
+    load = serve.get_tokenizer
+    serve.benchmark, serve.get_tokenizer = kept, _tokenizer
     try:
         result: dict[str, Any] = serve.main(parser.parse_args([*arguments, "--save-detailed"]))
     finally:
-        serve.benchmark = benchmark
+        serve.benchmark, serve.get_tokenizer = benchmark, load
     return {**result, "prompts": sent}
+
+
+@functools.cache
+def _tokenizer(name: str, **options: Any) -> Any:
+    """Load a tokenizer once: the command would load it for every run, and keep the memory of all of them."""
+    from vllm.tokenizers import get_tokenizer
+
+    return get_tokenizer(name, **options)
 
 
 def main() -> None:

@@ -24,7 +24,8 @@ def home() -> Path:
 
 
 @contextlib.contextmanager
-def _as_storage_error(path: Path) -> Iterator[None]:
+def as_storage_error(path: Path) -> Iterator[None]:
+    """Turn a full disk and a place that may not be written into a StorageError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -45,7 +46,7 @@ def write_file(path: Path, write: Callable[[Path], None]) -> None:
     Raises:
         StorageError: the disk is full or the place may not be written; `path` is then as it was before.
     """
-    with _as_storage_error(path):
+    with as_storage_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
         os.close(handle)
@@ -99,7 +100,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
     An existing `path` is replaced. On any error the temporary directory is removed and `path` stays as it was.
     """
-    with _as_storage_error(path):
+    with as_storage_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part"))
         try:

@@ -31,10 +31,14 @@ class GroupedQueryAttention(nn.Module):
         layer_name: address of its cache and metadata, e.g. "layers.0.self_attn".
         num_heads, num_kv_heads: on this rank.
         window: keys that a query sees, itself included; None for all.
+        softcap: bound of the scores, None for none.
+        sinks: a score per query head of this rank that takes part in the softmax and carries no value, or None.
         kv_cache: (keys, values) pages [P, K, C, H], once bound.
     """
 
     kv_cache: tuple[Tensor, Tensor]
+    softcap: float | None
+    sinks: Tensor | None
 
     def __init__(self, config: DecoderConfig, layer_idx: int, backend: BackendConfig) -> None:
         super().__init__()
@@ -43,6 +47,8 @@ class GroupedQueryAttention(nn.Module):
         self.name = f"model.{self.layer_name}"
         self.num_heads, self.num_kv_heads = heads_per_rank(config.num_heads, config.num_kv_heads, ranks)
         self.head_size, self.scale, self.window = config.head_size, config.attn_scale, config.window(layer_idx)
+        self.softcap = None
+        self.register_parameter("sinks", None)
         width, kv_width = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         bias, shards = config.attention_bias, kv_shards(config.num_kv_heads, ranks)
         linear = partial(initialize_linear_module, backend.linear)
@@ -53,14 +59,14 @@ class GroupedQueryAttention(nn.Module):
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x [..., D] to queries [..., N, H], keys and values [..., K, H]."""
-        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
-        heads = (-1, self.head_size)
-        return q.unflatten(-1, heads), k.unflatten(-1, heads), v.unflatten(-1, heads)
+        q, k, v = (y.unflatten(-1, (-1, self.head_size)) for y in project(x, self.q_proj, self.k_proj, self.v_proj))
+        return tap(f"{self.name}.q", q), tap(f"{self.name}.k", k), tap(f"{self.name}.v", v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Any) -> Tensor:
         """Attend from q to what the context holds, k and v included, and project back to [..., D]."""
-        q, k, v = tap(f"{self.name}.q_rope", q), tap(f"{self.name}.k_rope", k), tap(f"{self.name}.v", v)
-        heads = ctx.attend(self, q, k, v, scale=self.scale, window=self.window)
+        q, k = tap(f"{self.name}.q_rope", q), tap(f"{self.name}.k_rope", k)
+        options = {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": self.sinks}
+        heads = ctx.attend(self, q, k, v, **options)
         return self.o_proj(tap(f"{self.name}.heads", heads).flatten(-2))
 
 
@@ -94,15 +100,18 @@ class PreNormDecoderLayer(nn.Module):
         super().__init__()
         self.name = f"model.layers.{layer_idx}"
         self.self_attn = self.attention_class(config, layer_idx, backend)
-        self.mlp = GatedMLP(config, backend)
+        self.mlp = self.feed_forward(config, layer_idx, backend)
         norm = partial(initialize_rms_norm_module, backend.rms_norm, config.hidden_size, eps=config.norm_eps)
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
 
+    def feed_forward(self, config: Any, layer_idx: int, backend: BackendConfig) -> nn.Module:
+        """Build this layer's feed-forward block; models with experts build theirs."""
+        return GatedMLP(config, backend)
+
     def forward(self, x: Tensor, rope: Rope, ctx: Any) -> Tensor:
         """x [..., D] -> [..., D]."""
-        x = x + tap(f"{self.name}.self_attn", self.self_attn(self.input_layernorm(x), rope, ctx))
-        x = x + tap(f"{self.name}.mlp", self.mlp(self.post_attention_layernorm(x)))
-        return tap(self.name, x)
+        x = tap(f"{self.name}.mid", x + self.self_attn(self.input_layernorm(x), rope, ctx))
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class DecoderBackbone(nn.Module):
@@ -140,4 +149,4 @@ class DecoderBackbone(nn.Module):
         tables = {kind: NF.rope_table(positions, frequencies, x.dtype) for kind, frequencies in self.rope.items()}
         for layer, kind in zip(self.layers, self.layer_types, strict=True):
             x = layer(x, tables[kind], ctx)
-        return tap("model.norm", self.norm(x))
+        return self.norm(x)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import pilotage.functional as NF
 from pilotage import weights
 from pilotage.core.errors import ConfigError, Unsupported
-from pilotage.core.tap import tap, tapped
+from pilotage.core.tap import tapped
 from pilotage.models.common.backend import BackendConfig
 from pilotage.models.common.context import PagedContext
 from pilotage.models.common.kv import KVSpec, LayerSpec
@@ -107,14 +107,14 @@ class CausalLM(nn.Module):
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embed input_ids [T] -> [T, D]."""
-        return tap("model.embed_tokens", self.model.embed_tokens(input_ids))
+        return self.model.embed_tokens(input_ids)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Project hidden rows [rows, D], after the final norm, to logits [rows, V]."""
         logits = self.lm_head(hidden)
         if self.config.logit_softcap is not None:
             logits = NF.softcap(logits, cap=self.config.logit_softcap)
-        return tap("lm_head", logits)
+        return logits
 
     def attention_layers(self) -> list[Any]:
         """The attention modules, in layer order; each has `layer_name`, `num_kv_heads`, `head_size` and `window`."""
@@ -186,7 +186,8 @@ class CausalLM(nn.Module):
         for layer in self.model.layers:
             attention, mlp = layer.self_attn, layer.mlp
             pack(attention.q_proj, attention.k_proj, attention.v_proj)
-            pack(mlp.gate_proj, mlp.up_proj)
+            if hasattr(mlp, "gate_proj"):  # experts have no projections that share an input
+                pack(mlp.gate_proj, mlp.up_proj)
         if self.config.tie_word_embeddings:
             # Both were loaded from one tensor, to the same shard; hold it once.
             self.lm_head.weight = self.model.embed_tokens.weight

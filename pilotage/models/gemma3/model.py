@@ -61,11 +61,9 @@ class Gemma3DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Any) -> Tensor:
         """x [..., D] -> [..., D]."""
-        attended = tap(f"{self.name}.self_attn", self.self_attn(self.input_layernorm(x), rope, ctx))
-        x = x + self.post_attention_layernorm(attended)
-        fed = tap(f"{self.name}.mlp", self.mlp(self.pre_feedforward_layernorm(x)))
-        x = x + self.post_feedforward_layernorm(fed)
-        return tap(self.name, x)
+        attended = self.self_attn(self.input_layernorm(x), rope, ctx)
+        x = tap(f"{self.name}.mid", x + self.post_attention_layernorm(attended))
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
 
 class Gemma3ForCausalLM(CausalLM):

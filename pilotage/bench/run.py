@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pilotage.bench import memory
+from pilotage.bench import idle, memory
 from pilotage.bench.arms import Asked, HFArm, Peer, ServerArm, client_arguments, find_peer
 from pilotage.bench.child import Child
 from pilotage.bench.loads import Load, choose
@@ -60,10 +60,20 @@ class Bench:
 
 @dataclass
 class _Arms:
-    """The running arms and what they have yielded."""
+    """The running arms and what they have yielded.
+
+    Attributes:
+        servers, hf: the arms.
+        pids: of each arm.
+        others: pid of the client.
+        never_idle: servers that kept the processor busy between their turns.
+        values: arm -> load -> metric -> one value a repeat.
+    """
 
     servers: dict[str, ServerArm] = field(default_factory=dict)
     pids: dict[str, int] = field(default_factory=dict)
+    others: list[int] = field(default_factory=list)
+    never_idle: set[str] = field(default_factory=set)
     hf: HFArm | None = None
     values: dict[str, Values] = field(default_factory=lambda: defaultdict(lambda: defaultdict(dict)))
 
@@ -76,14 +86,22 @@ class _Arms:
         asked: Asked | None = None
         for name, server in self.servers.items():
             step(f"{name}: {load.name}")
+            self._settle(name)
             found, asked = server.measure(load, seed)
             if keep:
                 self.keep(name, load.name, found)
         if self.hf is not None and asked is not None:
             step(f"{HF}: {load.name}")
+            self._settle(HF)
             found = self.hf.measure(load, asked)
             if keep:
                 self.keep(HF, load.name, found)
+
+    def _settle(self, turn: str) -> None:
+        """Wait until nothing of the turn before is at work any more; arms that never rest are remembered."""
+        if idle.wait([*self.pids.values(), *self.others]) is None:
+            busy = [name for name, pid in self.pids.items() if name != turn and idle.wait([pid], patience_s=0) is None]
+            self.never_idle.update(busy)
 
 
 def bench(
@@ -141,6 +159,7 @@ def bench(
             taken_apart = stack.enter_context(own)
             profiled = own.enter_context(Child("pilotage.bench.step_profile", directory / "profile.log", [str(path)]))
         client = stack.enter_context(Child("pilotage.serving.bench_client", directory / "client.log"))
+        arms.others.append(client.pid)
         if hf:
             runner = Child("pilotage.bench.hf_runner", directory / "hf.log", [str(path), shared["dtype"]])
             arms.hf, arms.pids[HF] = HFArm(stack.enter_context(runner)), runner.pid
@@ -178,7 +197,7 @@ def bench(
         where_time_goes=rows + _outside(rows, values[OURS]),
         loads={load.name: load.about for load in chosen},
         commands=commands,
-        machine=_machine(),
+        machine=_machine() | {"never_idle": sorted(arms.never_idle)},
         versions=versions,
     )
 

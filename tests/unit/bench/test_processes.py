@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pilotage.bench import memory
+from pilotage.bench import idle, memory
 from pilotage.bench.child import Child
 from pilotage.bench.step_profile import Stopwatch, classify
 from pilotage.core.errors import Unavailable
@@ -114,3 +114,37 @@ def test_operators_are_told_apart_by_their_weights() -> None:
     assert classify("pilotage::native_paged_attention", [[1]], sizes) == "attention"
     assert classify("pilotage::native_write_kv", [[1]], sizes) == "KV cache writes"
     assert classify("aten::empty", [], sizes) is None
+
+
+SPIN = """import sys, time
+sys.stdin.readline()
+end = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end: pass
+time.sleep(60)
+"""
+
+
+def test_a_turn_begins_when_the_others_are_idle() -> None:
+    """One that goes on computing for a second is waited for; one that never stops is given up."""
+    command = [sys.executable, "-c", SPIN]
+    with subprocess.Popen([*command, "1.0"], stdin=subprocess.PIPE) as brief:
+        assert brief.stdin is not None
+        try:
+            assert idle.wait([brief.pid], patience_s=30) is not None  # still waiting for its word
+            brief.stdin.write(b"go\n")
+            brief.stdin.flush()
+            time.sleep(0.2)
+            waited = idle.wait([brief.pid], patience_s=30)
+            assert waited is not None and waited > 0.3
+        finally:
+            brief.kill()
+    with subprocess.Popen([*command, "1000"], stdin=subprocess.PIPE) as endless:
+        assert endless.stdin is not None
+        try:
+            endless.stdin.write(b"go\n")
+            endless.stdin.flush()
+            time.sleep(0.2)
+            assert idle.wait([endless.pid], patience_s=0.5) is None
+        finally:
+            endless.kill()
+    assert idle.wait([endless.pid]) is not None  # gone

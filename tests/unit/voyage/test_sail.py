@@ -186,7 +186,8 @@ def _start_voyage(run: Path, marks: Path, slow: str) -> subprocess.Popen[bytes]:
     """A voyage in a process of its own whose stage `slow` starts a grandchild and then waits."""
     here = Path(__file__).parent
     source = f"""
-import sys; sys.path.insert(0, {str(here)!r})
+import signal, sys; sys.path.insert(0, {str(here)!r})
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would have it ignored
 from pathlib import Path
 import test_sail as t
 marks = Path({str(marks)!r})

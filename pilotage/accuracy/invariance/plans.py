@@ -1,0 +1,357 @@
+"""Which prompts are run and under which conditions: pure, from a handful of sizes.
+
+Every request follows a prefix of one of a few fixed token streams, so a row (stream, position) means the same in all
+conditions, however the tokens before it were cut into prompts, chunks and decode steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from pilotage.serving.drive import Request, Schedule
+
+NEW_TOKENS = 6
+# More conditions of one kind than this cost minutes on a large model and find nothing more.
+MANY = 40
+FEW = 9
+
+MATES = "batch mates"
+ORDER = "order"
+PADDING = "padding and bucket edges"
+CHUNKS = "chunking"
+HIT = "prefix hit"
+PREEMPTION = "preemption"
+DECODE = "decode against prefill"
+REPETITION = "repetition"
+COMPILED = "eager and compiled"
+PARALLEL = "tensor parallel 1 and 2"
+SERVER = "server against offline"
+SPECULATION = "speculation off and on"
+RELATIONS = (
+    REPETITION,
+    MATES,
+    ORDER,
+    PADDING,
+    CHUNKS,
+    HIT,
+    PREEMPTION,
+    DECODE,
+    COMPILED,
+    PARALLEL,
+    SERVER,
+    SPECULATION,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The numbers at whose edges things go wrong.
+
+    Attributes:
+        block: slots in a page.
+        windows: sliding windows of the layers, without None.
+        token_buckets: prefill graphs; the last one is the most tokens in a step.
+        seq_buckets: decode graphs; the last one is the most requests at once.
+        max_len: longest request.
+    """
+
+    block: int
+    windows: tuple[int, ...]
+    token_buckets: tuple[int, ...]
+    seq_buckets: tuple[int, ...]
+    max_len: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt: past every window that fits, and not a multiple of anything."""
+        limit = min(self.max_len - NEW_TOKENS - 1, self.token_buckets[-1] - NEW_TOKENS)
+        wanted = 4 * self.block + 3
+        for window in self.windows:
+            wanted = max(wanted, 3 * window + window // 2 if window <= 96 else window + self.block + self.block // 2)
+        wanted = max([wanted, *(bucket + 2 for bucket in self.token_buckets[:-1] if bucket <= 2 * wanted)])
+        return max(2, min(wanted, limit))
+
+    def edges(self) -> list[int]:
+        """Prompt lengths one below, at and one above everything that has an edge, ascending, at most `longest`."""
+        marks = {self.block, 2 * self.block, *self.windows, *self.token_buckets}
+        marks |= {window + self.block for window in self.windows}
+        found = {1, 2} | {mark + step for mark in marks for step in (-1, 0, 1)}
+        return sorted(length for length in found if 1 <= length <= self.longest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streams:
+    """The token streams of a run; `names` says what each is for.
+
+    Attributes:
+        tokens: by stream.
+        prompts: tokens of each stream's prompt in the reference condition.
+        names: for people.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    prompts: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def request(self, stream: int, *, prompt: int | None = None, new: int | None = None, arrives: int = 0) -> Request:
+        """Return a request for a stream; by default with the reference's prompt and the whole continuation."""
+        start = self.prompts[stream] if prompt is None else prompt
+        tokens = self.tokens[stream]
+        end = len(tokens) if new is None else min(len(tokens), start + new)
+        return Request(tokens=tokens[:end], prompt=start, arrives=arrives)
+
+
+def stream_lengths(sizes: Sizes) -> dict[str, int]:
+    """Choose the streams: name -> prompt tokens. The second one shares its beginning with the first."""
+    longest = sizes.longest
+    wanted = {
+        "longest": longest,
+        "sibling": min(longest, 2 * sizes.block + sizes.block // 2 + 3),
+        "past a bucket": min(longest, sizes.token_buckets[0] + 1),
+        "one page": min(longest, sizes.block),
+        "short": min(longest, 7),
+        "one token": 1,
+    }
+    return dict(list(wanted.items())[: max(2, sizes.seq_buckets[-1])])
+
+
+def streams(sizes: Sizes, draw: Callable[[Sequence[int]], Sequence[Sequence[int]]]) -> Streams:
+    """Make the streams.
+
+    Args:
+        sizes: of the engine.
+        draw: lengths -> that many token sequences, all different.
+    """
+    lengths = stream_lengths(sizes)
+    tokens = [tuple(ids) for ids in draw([length + NEW_TOKENS for length in lengths.values()])]
+    shared = min(2 * sizes.block + 1, lengths["sibling"] - 1)
+    tokens[1] = (*tokens[0][:shared], *tokens[1][shared:])
+    return Streams(tokens=tuple(tokens), prompts=tuple(lengths.values()), names=tuple(lengths))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One condition.
+
+    Attributes:
+        relation: one of `RELATIONS`.
+        name: what is special about it.
+        schedule: what is run.
+        streams: the stream of each request.
+        inherits: for requests that may find their beginning in the prefix cache, the request whose pages those are.
+    """
+
+    relation: str
+    name: str
+    schedule: Schedule
+    streams: tuple[int, ...]
+    inherits: tuple[int | None, ...] = ()
+
+
+def _all(streams: Streams, order: Iterable[int], every: int = 0) -> tuple[tuple[Request, ...], tuple[int, ...]]:
+    chosen = tuple(order)
+    return tuple(streams.request(s, arrives=every * i) for i, s in enumerate(chosen)), chosen
+
+
+def alone(streams: Streams, relation: str = REPETITION, name: str = "alone") -> Plan:
+    """The reference condition: one request at a time, nothing in the prefix cache, prompts in as few chunks as fit."""
+    requests, order = _all(streams, range(len(streams)))
+    return Plan(
+        relation=relation,
+        name=name,
+        schedule=Schedule(requests=requests, one_by_one=True, forget=True),
+        streams=order,
+    )
+
+
+def together(streams: Streams, relation: str = MATES, name: str = "all at once") -> Plan:
+    """Handed in at once."""
+    requests, order = _all(streams, range(len(streams)))
+    return Plan(relation=relation, name=name, schedule=Schedule(requests=requests), streams=order)
+
+
+def conditions(sizes: Sizes, streams: Streams, *, thorough: bool = True) -> list[Plan]:
+    """Return every condition that one engine can be put in, the reference not among them.
+
+    Args:
+        sizes: of the engine.
+        streams: from `streams`.
+        thorough: many edges and cuts, for models where a step takes milliseconds; otherwise the most telling ones.
+    """
+    count = len(streams)
+    plans = [together(streams)]
+    requests, order = _all(streams, range(count), every=1)
+    plans.append(Plan(relation=MATES, name="one more each step", schedule=Schedule(requests=requests), streams=order))
+    # The longest request last, behind others that already decode; those leave the batch one after another.
+    requests, order = _all(streams, [*range(1, count), 0], every=2)
+    plans.append(
+        Plan(relation=MATES, name="the longest joins last", schedule=Schedule(requests=requests), streams=order)
+    )
+    requests, order = _all(streams, reversed(range(count)))
+    plans.append(Plan(relation=ORDER, name="reversed", schedule=Schedule(requests=requests), streams=order))
+    requests, order = _all(streams, [*range(1, count), 0])
+    plans.append(Plan(relation=ORDER, name="rotated", schedule=Schedule(requests=requests), streams=order))
+    plans += _padding(sizes, streams, MANY if thorough else FEW)
+    plans += _chunks(sizes, streams, MANY if thorough else FEW)
+    plans += _hits(sizes, streams)
+    plans += _preemptions(sizes, streams)
+    plans.append(_prefilled(streams))
+    plans.append(alone(streams, name="alone, later"))
+    return plans
+
+
+def thinned(values: Sequence[int], most: int) -> list[int]:
+    """Keep `most` of ascending values, evenly spread, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
+
+
+def _padding(sizes: Sizes, streams: Streams, most: int) -> list[Plan]:
+    """Prefixes of the longest stream with every edge length; two decoded tokens follow each."""
+    lengths = thinned(sizes.edges(), 2 * most)
+    requests = tuple(streams.request(0, prompt=length, new=2) for length in lengths)
+    fill = []
+    for size in sizes.token_buckets:
+        # Two requests that fill a graph to its last token, leave one, or are one over it.
+        for total in (size - 1, size, size + 1):
+            second = streams.prompts[1]
+            first = total - second
+            if 1 <= first <= streams.prompts[0]:
+                fill.append((first, total))
+    plans = [
+        Plan(
+            relation=PADDING,
+            name=f"prompts of {', '.join(map(str, lengths))} tokens",
+            schedule=Schedule(requests=requests, one_by_one=True, forget=True),
+            streams=(0,) * len(requests),
+        )
+    ]
+    for first, total in fill:
+        pair = (streams.request(0, prompt=first, new=2), streams.request(1, new=2))
+        plans.append(
+            Plan(
+                relation=PADDING,
+                name=f"two prompts of {total} tokens together",
+                schedule=Schedule(requests=pair),
+                streams=(0, 1),
+            )
+        )
+    return plans
+
+
+def cuts(sizes: Sizes, most: int) -> list[tuple[int, ...]]:
+    """Choose token budgets: a first chunk at every edge and the rest at once, and equal chunks of telling sizes.
+
+    Returns:
+        Budgets by step, as in `Schedule.budgets`.
+    """
+    longest = sizes.longest
+    rest = sizes.token_buckets[-1]
+    marks = [1, 2, sizes.block // 2, *sizes.edges()]
+    if most >= MANY:
+        marks += range(1, sizes.block)  # every offset in a page
+    marks += [window + sizes.block // 2 for window in sizes.windows]
+    firsts = thinned(sorted({mark for mark in marks if 1 <= mark < longest}), most)
+    sizes_of = [sizes.block - 1, sizes.block, sizes.block + 1, sizes.block // 2 + 1, sizes.token_buckets[0]]
+    sizes_of += [window - 1 for window in sizes.windows] + [window + 1 for window in sizes.windows]
+    equal = thinned(sorted({size for size in sizes_of if 1 <= size < longest and longest / size <= 64}), most // 2)
+    return [(first, rest) for first in firsts] + [(size,) for size in equal]
+
+
+def _chunks(sizes: Sizes, streams: Streams, most: int) -> list[Plan]:
+    plans = []
+    for budgets in cuts(sizes, most):
+        first = budgets[0]
+        name = f"first chunk of {first}" if len(budgets) > 1 else f"chunks of {first}"
+        # A second request starts in what the last chunk of the first one leaves of the budget.
+        chosen = (0,) if len(budgets) > 1 else (0, min(2, len(streams) - 1))
+        requests = tuple(streams.request(stream) for stream in chosen)
+        plans.append(
+            Plan(relation=CHUNKS, name=name, schedule=Schedule(requests=requests, budgets=budgets), streams=chosen)
+        )
+    return plans
+
+
+def _hits(sizes: Sizes, streams: Streams) -> list[Plan]:
+    """Requests that find pages of earlier ones, and requests that find pages which the same step still computes."""
+    block, longest = sizes.block, streams.prompts[0]
+    lengths = [n for n in (longest, block + 1, 2 * block, 2 * block + 1, 3 * block - 1) if n <= longest]
+    after = [streams.request(0), *(streams.request(0, prompt=n, new=2) for n in lengths), streams.request(1)]
+    owners = (0,) * (len(lengths) + 1) + (1,)
+    plans = [
+        Plan(
+            relation=HIT,
+            name="after the request that wrote the pages",
+            schedule=Schedule(requests=tuple(after), one_by_one=True),
+            streams=owners,
+            inherits=(None, *((0,) * (len(lengths) + 1))),
+        )
+    ]
+    if block < longest:
+        cut = Schedule(requests=(streams.request(0), streams.request(0)), one_by_one=True, budgets=(block, longest))
+        plans.append(
+            Plan(relation=HIT, name="after a chunk of one page", schedule=cut, streams=(0, 0), inherits=(None, 0))
+        )
+    pair = (streams.request(0), streams.request(1), streams.request(0, prompt=longest, new=3))
+    plans.append(
+        Plan(
+            relation=HIT,
+            name="pages of the same step",
+            schedule=Schedule(requests=pair),
+            streams=(0, 1, 0),
+            inherits=(None, 0, 0),
+        )
+    )
+    return plans
+
+
+def _preemptions(sizes: Sizes, streams: Streams) -> list[Plan]:
+    requests, order = _all(streams, range(len(streams)))
+    half = max(1, sizes.longest // 2)
+    plans = [
+        Plan(
+            relation=PREEMPTION,
+            name="everything at steps 3 and 6",
+            schedule=Schedule(requests=requests, preempt=(3, 6)),
+            streams=order,
+        ),
+        Plan(
+            relation=PREEMPTION,
+            name="in the middle of a prompt, and later",
+            schedule=Schedule(requests=requests, budgets=(half, half, sizes.token_buckets[-1]), preempt=(1, 5)),
+            streams=order,
+        ),
+        Plan(
+            relation=PREEMPTION,
+            name="for want of pages",
+            schedule=Schedule(requests=_crossing(sizes, streams), squeeze=(2, 16, 0)),
+            streams=order,
+        ),
+    ]
+    return plans
+
+
+def _crossing(sizes: Sizes, streams: Streams) -> tuple[Request, ...]:
+    """Requests that all need another page at the same step, the fourth, if they are long enough."""
+    requests = []
+    for stream, tokens in enumerate(streams.tokens):
+        page = (len(tokens) - 3) // sizes.block * sizes.block
+        requests.append(streams.request(stream, prompt=page - 2 if page > 2 else None))
+    return tuple(requests)
+
+
+def _prefilled(streams: Streams) -> Plan:
+    """What the reference decoded, computed as one prompt."""
+    chosen = range(len(streams))
+    requests = tuple(streams.request(s, prompt=len(streams.tokens[s]) - 1) for s in chosen)
+    return Plan(
+        relation=DECODE,
+        name="all tokens as one prompt",
+        schedule=Schedule(requests=requests, one_by_one=True, forget=True),
+        streams=tuple(chosen),
+    )

@@ -15,9 +15,9 @@ from pilotage.core.errors import BadInput
 DTYPE = "bfloat16"
 MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 8
-# Few, because a graph costs seconds to compile on a CPU: a short prompt, a middling one, a long one; one request and
-# a full batch.
-TOKEN_BUCKETS = (64, 256, 1024)
+# Few, because a graph costs seconds to compile on a CPU: a short prompt, four of them in one forward, a middling one, a
+# long one; one request and a full batch.
+TOKEN_BUCKETS = (32, 128, 256, 1024)
 SEQ_BUCKETS = (1, 8)
 # An engine in another dtype only computes what is compared with a reference; two graphs hold all of it.
 COMPARING_TOKEN_BUCKETS = (1024,)

@@ -60,8 +60,18 @@ class TargetConfig:
     on_device_sampling_config: Mapping[str, Any] | None = _reserved(
         None, "Sampling inside the graph. None: vLLM's sampler, on the CPU."
     )
-    tensor_replacement: Mapping[str, Any] | None = _reserved(None, "Reference tensors handed onward inside the graph.")
-    tensor_capture: Mapping[str, Any] | None = _reserved(None, "Tensors recorded inside the graph.")
+    tensor_replacement: Mapping[str, Any] | None = _setting(
+        None,
+        'Reference tensors handed onward inside the graph: `{"tensors_path": FILE or capture directory, '
+        '"prompt_token_ids_path": FILE, "sites": [patterns]}`, or a `TensorReplacementConfig`. '
+        "`reference_captures_path` is another name of `tensors_path`; without it, `sites` can be replaced later. "
+        "See docs/capture.md.",
+    )
+    tensor_capture: Mapping[str, Any] | None = _setting(
+        None,
+        'Tensors recorded inside the graph: `{"sites": [patterns], "path": DIRECTORY}`; without `path`, recording '
+        "starts with `capture_start`. See docs/capture.md.",
+    )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "additional_config.pilotage") -> TargetConfig:
@@ -97,6 +107,9 @@ class TargetConfig:
         rows = parsed.get("max_prefill_seqs", known["max_prefill_seqs"].default)
         if not _is_positive_int(rows):
             raise ConfigError(f"max_prefill_seqs={rows!r} is not a positive integer", where=where)
+        for key, names in _SECTION_KEYS.items():
+            if parsed.get(key) is not None:
+                parsed[key] = _section(key, parsed[key], names, where)
         return cls(**parsed)
 
     @classmethod
@@ -128,6 +141,31 @@ def _unknown_key(key: str, known: Mapping[str, Any], where: str) -> ConfigError:
     return ConfigError(f'unknown key "{key}"', where=where, do=do)
 
 
+def _section(key: str, value: Any, known: tuple[str, ...], where: str) -> dict[str, Any]:
+    """Check the keys and types of a setting that is an object itself."""
+    where = f"{where}.{key}"
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"expected an object with keys, got {type(value).__name__}", where=where)
+    for name, item in value.items():
+        if name not in known:
+            raise _unknown_key(name, dict.fromkeys(known), where)
+        if name != "sites" and not isinstance(item, str):
+            raise ConfigError(f"{name}={item!r} is not a path", where=where)
+    found = dict(value)
+    if "sites" in found:
+        patterns = found["sites"]
+        if not isinstance(patterns, list | tuple) or not patterns or not all(isinstance(x, str) for x in patterns):
+            raise ConfigError(f"sites={patterns!r} is no list of patterns", where=where, do='write ["model.layers.*"]')
+        found["sites"] = list(patterns)
+    elif key == "tensor_capture" or not found.keys() & {"tensors_path", "reference_captures_path"}:
+        raise ConfigError("sites is missing", where=where, do='write for instance sites=["model.layers.*"]')
+    if "tensors_path" in found and found.get("reference_captures_path", found["tensors_path"]) != found["tensors_path"]:
+        raise ConfigError("tensors_path and reference_captures_path name two files", where=where, do="keep one")
+    if "reference_captures_path" in found:
+        found["tensors_path"] = found.pop("reference_captures_path")
+    return found
+
+
 def _is_positive_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -143,4 +181,8 @@ def _check_buckets(key: str, sizes: Any, where: str) -> None:
         )
 
 
+_SECTION_KEYS = {
+    "tensor_capture": ("sites", "path"),
+    "tensor_replacement": ("tensors_path", "reference_captures_path", "prompt_token_ids_path", "sites"),
+}
 NeuronConfig = TargetConfig

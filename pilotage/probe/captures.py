@@ -212,6 +212,11 @@ class CaptureWriter:
         }
         store.write_json(self.directory / MANIFEST, manifest)
 
+    @property
+    def num_steps(self) -> int:
+        """Steps written so far, those of earlier runs included."""
+        return self._next
+
     def close(self, **notes: Any) -> None:
         """Mark the captures complete; `notes` are added to the manifest's."""
         self.notes.update(notes)

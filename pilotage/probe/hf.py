@@ -27,6 +27,7 @@ Visit = Callable[[str, Tensor], Tensor | None]
 _IMPLEMENTATIONS = ("sdpa", "eager")
 _ROUTERS = ("gate", "router")
 _QKV = {"q_proj": "q", "k_proj": "k", "v_proj": "v"}
+_NO_SITE = ("act_fn", "activation_fn", "rotary_emb", *_QKV)
 
 
 class HFTaps:
@@ -73,9 +74,9 @@ class HFTaps:
                 continue
             if own == "experts":
                 inside += (f"{name}.",)
-            if hasattr(module, "q_proj") and hasattr(module, "o_proj"):
+            if hasattr(module, "o_proj") and (hasattr(module, "q_proj") or hasattr(module, "qkv_proj")):
                 self.attentions[module] = name
-            if isinstance(module, nn.ModuleList | nn.ModuleDict) or own in ("act_fn", "rotary_emb", *_QKV):
+            if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Dropout) or own in _NO_SITE:
                 continue
             self._plain[module] = name
 
@@ -99,9 +100,17 @@ class HFTaps:
             self.model(input_ids=torch.tensor([list(tokens)]), use_cache=False)
         return list(found)
 
+    def router_names(self) -> dict[str, str]:
+        """Give, for each router site, the name of the module that computes it."""
+        modules = {module: relative for relative, module in self.decoder.named_modules()}
+        return {site: f"model.{modules[router]}" for router, site in self._routers.items()}
+
     def _hooks(self, visit: Visit) -> list[Any]:
         hooks = [self.model.register_forward_pre_hook(self._count, with_kwargs=True)]
         hooks.append(self.model.register_forward_hook(self._logits(visit)))
+        head = self.model.get_output_embeddings()
+        if head is not None:
+            hooks.append(head.register_forward_hook(self._head(visit)))
         states: list[dict[str, Any]] = []
         for index, (name, layer) in enumerate(self.layers):
             state: dict[str, Any] = {"known": [], "attended": False, "mid": False}
@@ -134,9 +143,20 @@ class HFTaps:
             raise Unsupported("taps follow one stream of token ids at a time", where="input_ids", do="batch size 1")
         self._rows = int(ids.shape[1])
 
+    def _head(self, visit: Visit) -> Callable[..., Any]:
+        """The head sees the rows whose logits are wanted, which may be fewer than the stream's."""
+
+        def hook(_: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+            handed = visit("lm_head", output[0])
+            return None if handed is None else handed.reshape(output.shape)
+
+        return hook
+
     def _logits(self, visit: Visit) -> Callable[..., Any]:
+        """What the model returns: the head's output, capped or scaled where the model does that."""
+
         def hook(_: nn.Module, args: Any, output: Any) -> None:
-            visit("lm_head", output.logits[0])
+            visit("logits", output.logits[0])
 
         return hook
 

@@ -12,7 +12,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,6 +99,7 @@ class TensorReplacer:
         reference_captures: one dictionary a prompt, module name -> steps, see `flatten_steps`; a tensor instead of a
             list is a single step.
         prompt_token_ids: token ids of each prompt, by which requests are recognised.
+        convert: called with (module, rows [positions, ...]), e.g. to give them the dtype of the target.
 
     Raises:
         BadInput: the two do not fit together, or a module's rows differ in shape between prompts.
@@ -109,6 +109,8 @@ class TensorReplacer:
         self,
         reference_captures: Sequence[Mapping[str, Sequence[Tensor] | Tensor]],
         prompt_token_ids: Sequence[Sequence[int]] | None = None,
+        *,
+        convert: Callable[[str, Tensor], Tensor] | None = None,
     ) -> None:
         prompts = [[int(token) for token in ids] for ids in prompt_token_ids or []]
         if prompt_token_ids is not None and len(prompts) != len(reference_captures):
@@ -129,7 +131,7 @@ class TensorReplacer:
                         f"prompt {len(prompts[number])} tokens; row i is taken as position i",
                         stacklevel=2,
                     )
-                found[module] = (torch.arange(flat.shape[0]), flat)
+                found[module] = (torch.arange(flat.shape[0]), flat if convert is None else convert(module, flat))
             rows.append(found)
         self._build(rows, prompts)
 

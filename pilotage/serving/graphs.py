@@ -7,12 +7,15 @@ could fail and no tracer that could recompile.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from pilotage.probe.plan import Taps
+
 _SKIP_NAMES = ("PILOTAGE_DISABLE_WARMUP_COMPILE", "VLLM_NEURON_DISABLE_WARMUP_COMPILE")
 _WORKERS_NAMES = ("PILOTAGE_COMPILE_WORKERS", "VLLM_NEURON_COMPILE_WORKERS")
 Key = tuple[str, int]
@@ -40,7 +45,8 @@ class Graphs:
 
     Attributes:
         inputs: by kind and bucket size.
-        table: for each compiled graph {"kind", "size", "seconds", "cached"}.
+        table: for each compiled graph {"kind", "size", "seconds", "cached"}, and "tapped" for one with taps.
+        taps: what the graphs record and replace, from the next run on; None for graphs without taps.
     """
 
     def __init__(
@@ -63,7 +69,8 @@ class Graphs:
             self.inputs["prefill", size] = StepInputs("prefill", size, num_rows=prefill_seqs, groups=groups)
         for size in seq_buckets:
             self.inputs["decode", size] = StepInputs("decode", size, num_rows=size, groups=groups)
-        self.compiled: dict[Key, Callable[..., tuple[Tensor, Tensor]]] = {}
+        self.compiled: dict[tuple[str, Key], Callable[..., tuple[Tensor, Tensor]]] = {}
+        self.taps: Taps | None = None
         self.table: list[dict[str, Any]] = []
         self._receipts: list[dict[str, Any]] = []
         functional.reset_receipt()
@@ -74,11 +81,17 @@ class Graphs:
         With `enforce_eager` nothing is compiled. With `PILOTAGE_DISABLE_WARMUP_COMPILE=1` a graph is compiled when a
         batch first needs it.
         """
-        if self.eager or any(os.environ.get(name) == "1" for name in _SKIP_NAMES):
+        if any(os.environ.get(name) == "1" for name in _SKIP_NAMES):
             return 0.0
-        start = time.perf_counter()
         # Small graphs first: a mistake in the model shows within seconds.
-        keys = sorted(self.inputs, key=lambda key: key[1])
+        return self.prepare(sorted(self.inputs, key=lambda key: key[1]))
+
+    def prepare(self, keys: Sequence[Key]) -> float:
+        """Compile or load these graphs, with the taps of now, unless they are there; returns the seconds spent."""
+        start = time.perf_counter()
+        keys = [key for key in keys if (self._variant(), key) not in self.compiled]
+        if self.eager or not keys:
+            return 0.0
         quiet = self.vllm_config.parallel_config.rank != 0
         with self._cache() as cache:
             missing = [key for key in keys if not cache.has(_name(key))]
@@ -130,9 +143,15 @@ class Graphs:
         rows = {_name(key): inputs.num_rows for key, inputs in self.inputs.items()}
         groups = next(iter(self.inputs.values())).groups
         # The buckets in use do not matter to a graph; its own rows do, and are part of its name.
-        settings = {key: value for key, value in dataclasses.asdict(target).items() if not key.endswith("_buckets")}
+        # Taps are counted as they are, not as they were asked for.
+        settings = {
+            key: value
+            for key, value in dataclasses.asdict(target).items()
+            if not key.endswith("_buckets") and key not in ("tensor_capture", "tensor_replacement")
+        }
         extra = {
             "target": settings,
+            **({"taps": self.taps.signature()} if self.taps is not None else {}),
             "groups": [dataclasses.asdict(group) for group in groups],
             "prefill_rows": [rows[name] for name in rows if name.startswith("prefill")][:1],
             "options": _options(),
@@ -151,7 +170,7 @@ class Graphs:
         else:
             graph, notes = found
         # Straight to the compiled function: its inputs have one shape, and the cache vouches for the rest.
-        self.compiled[key] = functools.partial(graph.fn, self.model)
+        self.compiled[self._variant(), key] = functools.partial(graph.fn, self.model)
         self.inputs[key].clear()
         self.run(self.inputs[key])
         self._receipts.append(notes["receipt"])
@@ -162,6 +181,7 @@ class Graphs:
                 "size": key[1],
                 "seconds": round(time.perf_counter() - start + (compiled_in or 0.0), 3),
                 "cached": found is not None and compiled_in is None,
+                **({"tapped": True} if self.taps is not None else {}),
             }
         )
 
@@ -178,7 +198,7 @@ class Graphs:
             options={"guard_filter_fn": _none},
         )
         try:
-            with torch.no_grad(), dynamo_config.patch(enable_aot_compile=True):
+            with torch.no_grad(), dynamo_config.patch(enable_aot_compile=True), self._tapped(inputs, hooks=True):
                 return compiled.aot_compile(((self.model,), self._arguments(inputs)))
         except dynamo_errors.Unsupported as error:
             raise Unsupported(
@@ -186,6 +206,24 @@ class Graphs:
                 where=type(self.model).__name__,
                 do="change the model, or serve it with enforce_eager",
             ) from error
+
+    def _variant(self) -> str:
+        """Name the taps of now among those that graphs were compiled with."""
+        return "" if self.taps is None else json.dumps(self.taps.signature())
+
+    def _tapped(self, inputs: StepInputs, *, hooks: bool) -> AbstractContextManager[None]:
+        if self.taps is None:
+            return contextlib.nullcontext()
+        return self.taps.active(inputs.size, inputs.num_rows, hooks=hooks)
+
+    @contextlib.contextmanager
+    def untapped(self) -> Iterator[None]:
+        """Run the graphs without taps inside the block."""
+        taps, self.taps = self.taps, None
+        try:
+            yield
+        finally:
+            self.taps = taps
 
     def _arguments(self, inputs: StepInputs) -> dict[str, Any]:
         return {
@@ -205,14 +243,16 @@ class Graphs:
             Logits [R, V] of the sampling positions and hidden states [T, D] after the final norm.
         """
         key = (inputs.kind, inputs.size)
-        if not self.eager and key not in self.compiled:
+        forward = self.model if self.eager else self.compiled.get((self._variant(), key))
+        if forward is None:
             held = [tensor.clone() for tensor in inputs.tensors()]  # compiling runs the graph on padding
             with self._cache() as cache:
                 self._prepare(key, cache)
             for tensor, value in zip(inputs.tensors(), held, strict=True):
                 tensor.copy_(value)
-        forward = self.compiled.get(key, self.model)
-        return forward(**self._arguments(inputs))
+            forward = self.compiled[self._variant(), key]
+        with self._tapped(inputs, hooks=self.eager):
+            return forward(**self._arguments(inputs))
 
     def receipt(self) -> dict[str, Any]:
         """Return which implementation of each operator is in the graphs, and ran outside of them."""

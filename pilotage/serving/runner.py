@@ -8,6 +8,7 @@ returns, so asynchronous scheduling needs no placeholder tokens here.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 from pilotage.core.config import TargetConfig
 from pilotage.serving import batch, buckets
 from pilotage.serving.graphs import Graphs
+from pilotage.serving.observer import prove
+from pilotage.serving.probing import Probing
 from pilotage.serving.record import Recorder
 from pilotage.serving.requests import Requests
 from pilotage.serving.sampling import ForcedTokens, PromptScores
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from pilotage.probe.plan import Taps
 
 
 class ModelRunner:
@@ -75,6 +80,12 @@ class ModelRunner:
             "max_num_seqs",
         )
         self.prefill_seqs = min(self.config.max_prefill_seqs, scheduler.max_num_seqs)
+        self.probing = Probing(
+            model,
+            self.config,
+            num_tokens=max(self.token_buckets[-1], self.seq_buckets[-1]),
+            num_sampled=max(self.prefill_seqs, self.seq_buckets[-1]),
+        )
         self.graphs = Graphs(
             vllm_config,
             model,
@@ -84,12 +95,14 @@ class ModelRunner:
             seq_buckets=self.seq_buckets,
             prefill_seqs=self.prefill_seqs,
         )
+        self.graphs.taps = self.probing.taps
         self.recorder: Recorder | None = None
         self._pending: tuple[SchedulerOutput, list[batch.Scheduled], Tensor, dict[str, Tensor]] | None = None
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         """Compute the logits of a step; None means that `sample_tokens` has the answer."""
         scheduled = self.requests.update(step)
+        self.probing.finished(step.finished_req_ids)
         if not scheduled:
             return EMPTY_MODEL_RUNNER_OUTPUT
         rows = self.requests.batch
@@ -109,8 +122,10 @@ class ModelRunner:
                 num_computed=rows.num_computed_tokens_cpu,
                 block_tables=[table.get_numpy_array() for table in rows.block_table.block_tables],
             )
-            all_logits, states = self.graphs.run(inputs)
             ids = [rows.req_ids[row] for row in forward.rows]
+            self.probing.before(inputs, forward, ids, self.requests.states)
+            all_logits, states = self.graphs.run(inputs)
+            self.probing.after(inputs, forward, ids, self.requests.states)
             if self.recorder is not None:
                 computed = [int(rows.num_computed_tokens_cpu[row]) for row in forward.rows]
                 self.recorder.add(forward, ids, computed, all_logits, states, self.model.compute_logits)
@@ -179,9 +194,76 @@ class ModelRunner:
         recorder, self.recorder = self.recorder, None
         return recorder.stop() if recorder is not None else []
 
+    def warm_up(self) -> float:
+        """Compile the graphs, prove that configured taps change nothing, and start configured recording.
+
+        Returns:
+            Seconds spent on the graphs.
+        """
+        seconds = self.graphs.warm_up()
+        capture = self.config.tensor_capture
+        if self.probing.taps is not None:
+            seconds += self._prove()
+        if capture is not None and "path" in capture:
+            self.probing.capture_start(capture["path"])
+        return seconds
+
+    def _prove(self) -> float:
+        start = time.perf_counter()
+        self.probing.observer = prove(self.graphs, self.probing.taps)
+        return time.perf_counter() - start
+
+    def capture_start(self, directory: str, patterns: list[str] | None = None, proof: bool = True) -> list[str]:
+        """Write the rows of sites from now on; see `probing.Probing.capture_start`.
+
+        Args:
+            directory: for `probe.Captures.open`; continued if it has captures.
+            patterns: of sites; None for the configured ones.
+            proof: compare logits with and without the taps first, unless that was done for these sites.
+        """
+        before = self.probing.taps
+        names = self.probing.capture_start(directory, patterns)
+        self._taps_changed(before, proof)
+        return names
+
+    def capture_stop(self) -> dict[str, Any]:
+        """Stop writing; see `probing.Probing.capture_stop`."""
+        summary = self.probing.capture_stop()
+        self._taps_changed(self.probing.taps, False)
+        return summary
+
+    def replace_start(
+        self,
+        tensors_path: str,
+        prompt_token_ids_path: str | None = None,
+        patterns: list[str] | None = None,
+        proof: bool = True,
+    ) -> list[str]:
+        """Hand a reference onward from now on; see `probing.Probing.replace_start`."""
+        before = self.probing.taps
+        names = self.probing.replace_start(tensors_path, prompt_token_ids_path, patterns)
+        self._taps_changed(before, proof)
+        return names
+
+    def replace_stop(self) -> dict[str, Any]:
+        """Replace nothing from now on; returns the receipt."""
+        receipt = self.probing.replace_stop()
+        self._taps_changed(self.probing.taps, False)
+        return receipt
+
+    def _taps_changed(self, before: Taps | None, proof: bool) -> None:
+        self.graphs.taps = self.probing.taps
+        if proof and self.probing.taps is not None and self.probing.taps is not before:
+            self._prove()
+
     def receipt(self) -> Mapping[str, Any]:
-        """Return which operators ran and which graphs were compiled."""
-        return {"operators": self.graphs.receipt(), "buckets": self.graphs.table}
+        """Return which operators ran, which graphs were compiled, and what was tapped and replaced."""
+        return {
+            "operators": self.graphs.receipt(),
+            "buckets": self.graphs.table,
+            "observer": self.probing.observer,
+            "replacement": self.probing.receipt(),
+        }
 
 
 def _input_batch(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> InputBatch:

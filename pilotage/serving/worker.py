@@ -25,6 +25,7 @@ from pilotage import parallel
 from pilotage.core import store
 from pilotage.core.errors import PilotageError
 from pilotage.serving import kv, loading, memory, threads
+from pilotage.serving.kv_read import KVReader
 from pilotage.serving.runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class PilotageWorker(WorkerBase):
     runner: ModelRunner
     load_s: float
     compile_s: float | None = None
+    kv_reader: KVReader | None = None
 
     @_explained
     def init_device(self) -> None:
@@ -111,15 +113,18 @@ class PilotageWorker(WorkerBase):
         """Allocate the pages, hand them to the model and prepare the runner."""
         caches = kv.allocate(kv_cache_config, self.kv_specs)
         self.model.bind_kv_cache(caches)
+        self.caches, self.kv_cache_config = caches, kv_cache_config
         self.runner = ModelRunner(self.vllm_config, self.model, kv_cache_config, caches)
 
     @_explained
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        self.compile_s = self.runner.graphs.warm_up()
+        self.compile_s = self.runner.warm_up()
         set_random_seed(self.model_config.seed)
         return CompilationTimes(language_model=self.compile_s, encoder=0.0)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        if self.kv_reader is not None:
+            self.kv_reader.before(scheduler_output)
         return self.runner.execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
@@ -145,6 +150,52 @@ class PilotageWorker(WorkerBase):
     def record_stop(self) -> list[str]:
         """See `runner.ModelRunner.record_stop`."""
         return self.runner.record_stop()
+
+    def kv_read_start(self, directory: str) -> None:
+        """Keep the keys and values of every request that finishes from now on; see `kv_read.KVReader`."""
+        self.kv_reader = KVReader(
+            Path(directory),
+            rank=self.rank,
+            layers=self.model.get_kv_spec().layers,
+            groups=kv.layer_groups(self.kv_cache_config, self.model_config.max_model_len),
+            caches=self.caches,
+            requests=self.runner.requests,
+        )
+
+    def kv_read_stop(self) -> list[dict[str, str]]:
+        """Stop; returns {"request", "file"} of what this rank kept."""
+        reader, self.kv_reader = self.kv_reader, None
+        return reader.stop() if reader is not None else []
+
+    def capture_start(self, directory: str, patterns: list[str] | None = None, proof: bool = True) -> list[str]:
+        """See `runner.ModelRunner.capture_start`."""
+        return self.runner.capture_start(directory, patterns, proof)
+
+    def capture_stop(self) -> dict[str, Any]:
+        """See `runner.ModelRunner.capture_stop`."""
+        return self.runner.capture_stop()
+
+    def replace_start(
+        self,
+        tensors_path: str,
+        prompt_token_ids_path: str | None = None,
+        patterns: list[str] | None = None,
+        proof: bool = True,
+    ) -> list[str]:
+        """See `runner.ModelRunner.replace_start`."""
+        return self.runner.replace_start(tensors_path, prompt_token_ids_path, patterns, proof)
+
+    def replace_sites(self, patterns: list[str]) -> list[str]:
+        """See `probing.Probing.replace_sites`."""
+        return self.runner.probing.replace_sites(patterns)
+
+    def replace_stop(self) -> dict[str, Any]:
+        """See `runner.ModelRunner.replace_stop`."""
+        return self.runner.replace_stop()
+
+    def probe_sites(self) -> list[str]:
+        """Return the names of all sites of the model."""
+        return list(self.runner.probing.known)
 
     def receipt(self) -> Mapping[str, Any]:
         """Return the runner's receipt, the load and compile times and the thread count, as JSON values."""

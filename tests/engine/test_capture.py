@@ -1,0 +1,124 @@
+"""Capture under the real engine: every row at its address, whatever the scheduler does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import generate, prompts_of, tokens_of
+
+from pilotage.core.errors import ConfigError
+from pilotage.models.common.paging import PagedSession
+from pilotage.probe import Captures
+from pilotage.serving import launch
+
+pytestmark = pytest.mark.engine
+
+CONFIG = {"num_batched_tokens_buckets": [16, 64], "num_seqs_buckets": [1, 4]}
+SITES = ["model.layers.*", "model.layers.[0-1].self_attn.q_rope", "**.mlp.input", "model.norm", "lm_head"]
+LENGTHS = (3, 20, 33, 70, 100)
+NAMES = ["llama3", "gemma3"]
+
+
+def expected(path: Path, streams: list[list[int]], sites: list[str]) -> list[dict[str, torch.Tensor]]:
+    """What our own model has at the sites when a stream is computed at once, without an engine."""
+    from pilotage.accuracy.arms.module import OurModules
+    from pilotage.probe import Taps
+
+    longest = max(len(stream) for stream in streams)
+    ours = OurModules(path, torch.float32, longest)
+    taps = Taps(ours.model, capture=sites, num_tokens=longest, num_sampled=longest)
+    found = []
+    for stream in streams:
+        session = PagedSession(model=ours.model, num_requests=1, max_tokens=longest, block_size=16)
+        with taps.active(len(stream), len(stream)):
+            session.step({0: stream})
+        found.append({name: taps.rows(name, len(stream), len(stream)).clone() for name in taps.capture})
+    return found
+
+
+def check(
+    captures: Captures, path: Path, prompts: list[list[int]], outputs: list[list[int]], cached: list[int]
+) -> None:
+    """Hold every row that was captured against the model without an engine."""
+    streams = [[*prompt, *output[:-1]] for prompt, output in zip(prompts, outputs, strict=True)]
+    truth = expected(path, streams, list(captures.sites))
+    seen: set[str] = set()
+    for stream, prompt, want, hit in zip(streams, prompts, truth, cached, strict=True):
+        request = next(name for name in captures.find(prompt) if name not in seen)
+        seen.add(request)
+        positions, tokens = captures.tokens(request)
+        assert positions.tolist() == list(range(hit, len(stream))), "computed positions, and no others"
+        assert tokens.tolist() == stream[hit:]
+        for site in captures.sites:
+            positions, rows = captures.get(request, site)
+            assert rows.dtype == torch.float32
+            if site == "lm_head":
+                assert set(range(len(prompt) - 1, len(stream))) <= set(positions.tolist())
+            else:
+                assert positions.tolist() == list(range(hit, len(stream)))
+            difference = (rows - want[site][positions]).abs().max()
+            assert difference < 2e-4, (site, float(difference))
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def served(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Iterator[tuple[Path, Any]]:
+    path = tiny(request.param)
+    with launch.engine(
+        path, dtype="float32", enforce_eager=True, max_model_len=192, max_num_seqs=4, additional_config=CONFIG
+    ) as llm:
+        yield path, llm
+
+
+def test_mixed_chunked_batches_and_prefix_hits(served: tuple[Path, Any], tmp_path: Path) -> None:
+    path, llm = served
+    prompts = prompts_of(LENGTHS, seed=1)
+    (names,) = llm.collective_rpc("capture_start", args=(str(tmp_path / "cold"), SITES))
+    assert "model.layers.1.self_attn.q_rope" in names and "model.layers.2.self_attn.q_rope" not in names
+    cold = generate(llm, prompts, 6)
+    (summary,) = llm.collective_rpc("capture_stop")
+    assert summary["observer"]["prefill"]["bitwise"] and summary["observer"]["decode"]["bitwise"]
+    captures = Captures.open(tmp_path / "cold")
+    assert captures.complete and list(captures.sites) == names and captures.notes["observer"] == summary["observer"]
+    assert len(captures) == summary["steps"]
+    check(captures, path, prompts, tokens_of(cold), [0] * len(prompts))
+    # Again: what is found in the prefix cache is not computed, and has no row.
+    llm.collective_rpc("capture_start", args=(str(tmp_path / "warm"), SITES))
+    warm = generate(llm, prompts, 6)
+    llm.collective_rpc("capture_stop")
+    cached = [output.num_cached_tokens for output in warm]
+    assert sum(cached) >= 32 * 3
+    check(Captures.open(tmp_path / "warm"), path, prompts, tokens_of(warm), cached)
+    assert tokens_of(generate(llm, prompts, 6)) == tokens_of(cold), "nothing is tapped any more"
+    assert len(Captures.open(tmp_path / "warm")) == len(list((tmp_path / "warm").glob("*.safetensors")))
+
+
+def test_a_site_that_does_not_exist_is_named(served: tuple[Path, Any], tmp_path: Path) -> None:
+    _, llm = served
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mpl.*nearest is 'model\.layers\.0\.mlp'"):
+        llm.collective_rpc("capture_start", args=(str(tmp_path), ["model.layers.0.mpl"]))
+
+
+def test_compiled_with_the_sites_in_the_configuration(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    from torch._dynamo.utils import counters
+
+    path = tiny("gemma3", num_hidden_layers=3, layer_types=["sliding_attention"] * 2 + ["full_attention"])
+    prompts = prompts_of(LENGTHS, seed=2)
+    config = {
+        "num_batched_tokens_buckets": [48],
+        "num_seqs_buckets": [4],
+        "tensor_capture": {"sites": SITES, "path": str(tmp_path)},
+    }
+    with launch.engine(path, dtype="float32", max_model_len=192, max_num_seqs=4, additional_config=config) as llm:
+        traced = dict(counters["stats"])
+        outputs = generate(llm, prompts, 6)
+        assert dict(counters["stats"]) == traced, "something was traced while serving"
+        (summary,) = llm.collective_rpc("capture_stop")
+        (receipt,) = llm.collective_rpc("receipt")
+    assert {row.get("tapped", False) for row in receipt["buckets"]} == {True, False}
+    print(summary["observer"])
+    assert summary["observer"]["prefill"]["relative_rms"] < 1e-5
+    check(Captures.open(tmp_path), path, prompts, tokens_of(outputs), [0] * len(prompts))

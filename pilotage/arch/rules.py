@@ -319,6 +319,8 @@ FIELDS: dict[str, Rule] = {
     "moe_intermediate_size": _plain("moe_intermediate_size", "expert_intermediate_size"),
     "num_shared_experts": _shared_experts,
     "norm_topk_prob": _plain("norm_topk_prob"),
+    "swiglu_alpha": _plain("swiglu_alpha"),
+    "swiglu_limit": _plain("swiglu_limit"),
     "routed_scaling": _plain("routed_scaling_factor", "moe_router_scaling"),
     "kv_lora_rank": _plain("kv_lora_rank"),
     "q_lora_rank": _plain("q_lora_rank"),

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 GEMMA = "gemma3-270m"
-_TINY = ("tiny:llama3", "tiny:gemma3", "tiny:qwen2", "tiny:qwen3")
+_TINY = (
+    *("tiny:llama3", "tiny:gemma3", "tiny:qwen2", "tiny:qwen3"),
+    *("tiny:gemma2", "tiny:gpt_oss", "tiny:mistral", "tiny:mixtral", "tiny:qwen3_moe"),
+)
 # Asking whether the hub answers must not cost a machine without a network more than this.
 _HUB_TIMEOUT_S = 5.0
 _CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "LICENSE*", "NOTICE*"]

@@ -112,6 +112,84 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
 }
+_CONFIGS |= {
+    "qwen3_moe": {
+        **_CONFIGS["qwen3"],
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 44,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [0],
+    },
+    "mistral": {
+        **_COMMON,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "sliding_window": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    },
+    "mixtral": {
+        **_COMMON,
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "sliding_window": None,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "gemma2": {
+        **_COMMON,
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "num_hidden_layers": 5,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 11,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+        # Far below the published 50 and 30: scores and logits of so small a model would never reach those.
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 6.0,
+        "use_bidirectional_attention": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
+    },
+    "gpt_oss": {
+        **_COMMON,
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_local_experts": 7,
+        "num_experts_per_tok": 2,
+        "swiglu_alpha": 1.702,
+        # Below the published 7, which no value of so small a model reaches.
+        "swiglu_limit": 2.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    },
+}
+for _name in ("mistral", "mixtral"):
+    del _CONFIGS[_name]["attention_bias"]
 # Qwen 2 has biases on q, k and v whatever `attention_bias` says, and transformers has no such field for it.
 del _CONFIGS["qwen2"]["attention_bias"]
 
@@ -130,8 +208,17 @@ _STD = {
     "down_proj": 0.10,
     "embed_tokens": 0.30,
     "lm_head": 0.30,
+    # Routers and experts; w1, w3 and w2 are Mixtral's gate, up and down, and gpt-oss stacks its experts.
+    "gate": 0.16,
+    "router": 0.16,
+    "w1": 0.16,
+    "w3": 0.16,
+    "w2": 0.10,
+    "gate_up_proj": 0.16,
 }
 _STD_GEMMA3 = {**_STD, "q_proj": 0.05, "k_proj": 0.05, "o_proj": 0.02, "down_proj": 0.02}
+# Gemma 2 normalises no queries and keys: they stay large, so that its bound on the scores shows.
+_STD_GEMMA2 = {**_STD, "o_proj": 0.02, "down_proj": 0.02}
 _STD_VECTOR = 0.3
 # With a tied head a large embedding makes every token predict itself: keep it small, and let the last norm scale up.
 _STD_TIED_EMBEDDING = 0.05
@@ -182,27 +269,29 @@ def config_dict(name: str, overrides: Mapping[str, Any] | None = None) -> dict[s
         config[field] = value
     if "num_hidden_layers" in (overrides or {}) and "layer_types" in config and "layer_types" not in (overrides or {}):
         kinds = config["layer_types"]
-        config["layer_types"] = [kinds[layer % 3] for layer in range(config["num_hidden_layers"])]
+        config["layer_types"] = [kinds[layer % len(kinds)] for layer in range(config["num_hidden_layers"])]
     return config
 
 
 def tensors(config: Mapping[str, Any], seed: int) -> dict[str, torch.Tensor]:
     """Return the checkpoint's tensors by Hugging Face name, fp32."""
-    gemma, tied = config["model_type"] == "gemma3_text", config["tie_word_embeddings"]
-    std = dict(_STD_GEMMA3 if gemma else _STD)
+    tied = config["tie_word_embeddings"]
+    gemma = {"gemma3_text": _STD_GEMMA3, "gemma2": _STD_GEMMA2}.get(config["model_type"])
+    std = dict(gemma or _STD)
     if tied:
         std["embed_tokens"] = _STD_TIED_EMBEDDING
     result = {}
     for name, shape in shapes(config).items():
         noise = _noise(f"{seed}/{name}", shape)
-        if len(shape) == 1:
+        if len(shape) == 1 or name.endswith("_bias"):
             # Gemma's norms multiply by 1 + weight; every other norm multiplies by the weight.
             neutral = 1.0 if name.endswith("norm.weight") and not gemma else 0.0
             if tied and name == "model.norm.weight":
                 neutral += _TIED_LAST_NORM
             result[name] = neutral + _STD_VECTOR * noise
         else:
-            result[name] = std[name.split(".")[-2]] * noise
+            parts = name.split(".")
+            result[name] = std[parts[-2] if parts[-1] == "weight" else parts[-1]] * noise
     return result
 
 
@@ -211,7 +300,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     kind = config["model_type"]
-    attention_bias = kind == "qwen2" or config["attention_bias"]
+    attention_bias = kind == "qwen2" or config.get("attention_bias")
     layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
     for name, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
         layer[f"self_attn.{name}.weight"] = (rows, hidden)
@@ -220,22 +309,56 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     layer["self_attn.o_proj.weight"] = (hidden, query)
     if attention_bias and kind != "qwen2":
         layer["self_attn.o_proj.bias"] = (hidden,)
-    if kind in ("gemma3_text", "qwen3"):
+    if kind in ("gemma3_text", "qwen3", "qwen3_moe"):
         layer |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+    if kind == "gpt_oss":
+        layer["self_attn.sinks"] = (config["num_attention_heads"],)
     layer["post_attention_layernorm.weight"] = (hidden,)
-    if kind == "gemma3_text":
+    if kind in ("gemma3_text", "gemma2"):
         layer |= {"pre_feedforward_layernorm.weight": (hidden,), "post_feedforward_layernorm.weight": (hidden,)}
+    dense: dict[str, tuple[int, ...]] = {}
     for name, rows, columns in (("gate_proj", inner, hidden), ("up_proj", inner, hidden), ("down_proj", hidden, inner)):
-        layer[f"mlp.{name}.weight"] = (rows, columns)
+        dense[f"mlp.{name}.weight"] = (rows, columns)
         if config.get("mlp_bias"):
-            layer[f"mlp.{name}.bias"] = (rows,)
+            dense[f"mlp.{name}.bias"] = (rows,)
+    sparse = _experts(config)
     result: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for index in range(config["num_hidden_layers"]):
-        result |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        is_dense = index in config.get("mlp_only_layers", ()) or (index + 1) % config.get("decoder_sparse_step", 1)
+        block = dense if is_dense or not sparse else sparse
+        result |= {f"model.layers.{index}.{name}": shape for name, shape in (layer | block).items()}
     result["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         result["lm_head.weight"] = (config["vocab_size"], hidden)
     return result
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a layer's router and experts, as published checkpoints name them; empty without experts."""
+    kind, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    found: dict[str, tuple[int, ...]] = {}
+    if kind == "qwen3_moe":
+        inner = config["moe_intermediate_size"]
+        found["mlp.gate.weight"] = (config["num_experts"], hidden)
+        for expert in range(config["num_experts"]):
+            for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+                found[f"mlp.experts.{expert}.{name}_proj.weight"] = shape
+    elif kind == "mixtral":
+        found["block_sparse_moe.gate.weight"] = (config["num_local_experts"], hidden)
+        for expert in range(config["num_local_experts"]):
+            for name, shape in (("w1", (inner, hidden)), ("w3", (inner, hidden)), ("w2", (hidden, inner))):
+                found[f"block_sparse_moe.experts.{expert}.{name}.weight"] = shape
+    elif kind == "gpt_oss":
+        count = config["num_local_experts"]
+        found = {
+            "mlp.router.weight": (count, hidden),
+            "mlp.router.bias": (count,),
+            "mlp.experts.gate_up_proj": (count, hidden, 2 * inner),
+            "mlp.experts.gate_up_proj_bias": (count, 2 * inner),
+            "mlp.experts.down_proj": (count, inner, hidden),
+            "mlp.experts.down_proj_bias": (count, hidden),
+        }
+    return found
 
 
 def parse(model: str) -> tuple[str, int]:

@@ -6,6 +6,7 @@ would run for a call, `receipt()` what did. They compute one rank's share and kn
 
 from pilotage.functional import native, sdpa  # noqa: F401  register their implementations
 from pilotage.functional.attention import attention_decode, flash_attention, segmented_attention, write_kv
+from pilotage.functional.moe import expert_affinities, experts, router, router_logits
 from pilotage.functional.native import load_kernels
 from pilotage.functional.norm import rms_norm
 from pilotage.functional.projections import (
@@ -43,6 +44,8 @@ __all__ = [
     "activation_function",
     "attention_decode",
     "embedding",
+    "expert_affinities",
+    "experts",
     "explain",
     "flash_attention",
     "forced",
@@ -62,6 +65,8 @@ __all__ = [
     "rope_frequencies",
     "rope_table",
     "rotary",
+    "router",
+    "router_logits",
     "segmented_attention",
     "softcap",
     "write_kv",

@@ -18,7 +18,7 @@ class RopeFrequencies:
 
     Attributes:
         inv_freq: one angle per position for each rotated pair of channels; exact fp32 values.
-        amplitude: factor on cos and sin (the attention factor of some scalings; 1.0 for those here).
+        amplitude: factor on cos and sin (the attention factor of YaRN; 1.0 for the other kinds).
     """
 
     inv_freq: tuple[float, ...]
@@ -35,17 +35,28 @@ def rope_frequencies(
     high_freq_factor: float | None = None,
     original_max_position: int | None = None,
     partial_rotary_factor: float = 1.0,
+    attention_factor: float | None = None,
+    beta_fast: float | None = None,
+    beta_slow: float | None = None,
+    mscale: float | None = None,
+    mscale_all_dim: float | None = None,
+    truncate: bool = True,
 ) -> RopeFrequencies:
     """Compute the frequencies of one RoPE variant.
 
     Args:
         theta: the base.
         head_size: H.
-        kind: "default", "linear" (positions divided by `factor`) or "llama3" (long wavelengths divided by `factor`,
-            short ones kept, a ramp between: Llama 3.1).
-        factor: scaling of "linear" and "llama3".
+        kind: "default", "linear" (positions divided by `factor`), "llama3" (long wavelengths divided by `factor`,
+            short ones kept, a ramp between: Llama 3.1) or "yarn" (the same with a ramp over channels, and larger cos
+            and sin: arXiv:2309.00071).
+        factor: scaling of all but "default".
         low_freq_factor, high_freq_factor, original_max_position: the ramp of "llama3".
         partial_rotary_factor: the share of the head that is rotated; the first channels.
+        attention_factor: what "yarn" multiplies cos and sin by; None for its own formula.
+        beta_fast, beta_slow, original_max_position: the ramp of "yarn"; None for 32 and 1.
+        mscale, mscale_all_dim: further terms of the formula of `attention_factor`.
+        truncate: round the ramp's ends to whole channels.
 
     Raises:
         Unsupported: another kind, or a value that the kind needs is missing.
@@ -69,11 +80,21 @@ def rope_frequencies(
             high=_needed("high_freq_factor", high_freq_factor, kind),
             original=_needed("original_max_position_embeddings", original_max_position, kind),
         )
+    elif kind == "yarn":
+        factor = _needed("factor", factor, kind)
+        original = _needed("original_max_position_embeddings", original_max_position, kind)
+        share = _yarn_share(theta, rotated, beta_fast or 32, beta_slow or 1, original, truncate)
+        inv_freq = 1.0 / (factor * theta**exponents) * (1 - share) + inv_freq * share
+        if attention_factor is None:
+            both = mscale and mscale_all_dim
+            attention_factor = _yarn_scale(factor, mscale if both and mscale else 1.0)
+            attention_factor /= _yarn_scale(factor, mscale_all_dim) if both and mscale_all_dim else 1.0
+        return RopeFrequencies(inv_freq=tuple(inv_freq.tolist()), amplitude=attention_factor)
     elif kind != "default":
         raise Unsupported(
             f"RoPE of type {kind!r} is not implemented",
             where="rope_parameters.rope_type",
-            do="the types served are default, linear and llama3",
+            do="the types served are default, linear, llama3 and yarn",
         )
     return RopeFrequencies(inv_freq=tuple(inv_freq.tolist()))
 
@@ -93,6 +114,26 @@ def _llama3_frequencies(inv_freq: Tensor, *, factor: float, low: float, high: fl
     blended = (1 - ramp) * scaled / factor + ramp * scaled
     between = ~(wavelength < original / high) & ~(wavelength > original / low)
     return torch.where(between, blended, scaled)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _yarn_share(theta: float, rotated: int, fast: float, slow: float, original: float, truncate: bool) -> Tensor:
+    """Return how much of each channel's own frequency is kept: 1 for fast channels, 0 for slow ones, a ramp between."""
+
+    def channel(rotations: float) -> float:
+        return rotated * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = channel(fast), channel(slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotated - 1)
+    if low == high:
+        high += 0.001  # as in transformers
+    ramp = (torch.arange(rotated // 2, dtype=torch.float32, device="cpu") - low) / (high - low)
+    return 1 - ramp.clamp(0, 1)
 
 
 def rope_table(positions: Tensor, frequencies: RopeFrequencies, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

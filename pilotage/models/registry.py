@@ -51,12 +51,17 @@ class ModelEntry:
             ) from error
 
 
-_DENSE = frozenset({"dense"})
+_DENSE, _SPARSE = frozenset({"dense"}), frozenset({"moe"})
 _IN_TREE = (
+    ModelEntry("Gemma2ForCausalLM", "pilotage.models.gemma2.factory:Gemma2ForCausalLM", _DENSE),
     ModelEntry("Gemma3ForCausalLM", "pilotage.models.gemma3.factory:Gemma3ForCausalLM", _DENSE),
+    ModelEntry("GptOssForCausalLM", "pilotage.models.gpt_oss.factory:GptOssForCausalLM", _SPARSE),
     ModelEntry("LlamaForCausalLM", "pilotage.models.llama3.factory:LlamaForCausalLM", _DENSE),
+    ModelEntry("MistralForCausalLM", "pilotage.models.mistral.factory:MistralForCausalLM", _DENSE),
+    ModelEntry("MixtralForCausalLM", "pilotage.models.mixtral.factory:MixtralForCausalLM", _SPARSE),
     ModelEntry("Qwen2ForCausalLM", "pilotage.models.qwen2.factory:Qwen2ForCausalLM", _DENSE),
     ModelEntry("Qwen3ForCausalLM", "pilotage.models.qwen3.factory:Qwen3ForCausalLM", _DENSE),
+    ModelEntry("Qwen3MoeForCausalLM", "pilotage.models.qwen3_moe.factory:Qwen3MoeForCausalLM", _SPARSE),
 )
 
 

@@ -14,7 +14,7 @@ from pilotage.weights.loaders import (
     with_rank_override,
 )
 from pilotage.weights.map import Plan, Problem, WeightMap
-from pilotage.weights.rules import Drop, Fuse, Identity, Permute, Rename, Split, Tie, Transpose
+from pilotage.weights.rules import Drop, Fuse, Identity, Permute, Rename, Split, Stack, Tie, Transpose
 
 __all__ = [
     "Drop",
@@ -31,6 +31,7 @@ __all__ = [
     "SafetensorsCheckpoint",
     "SafetensorsWeightLoader",
     "Split",
+    "Stack",
     "Tie",
     "Transpose",
     "WeightMap",

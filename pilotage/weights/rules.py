@@ -102,6 +102,50 @@ class Fuse:
 
 
 @dataclass(frozen=True)
+class Stack:
+    """Tensors that a checkpoint holds once an expert are one parameter with experts as its first dimension.
+
+    Args:
+        hf: checkpoint names of one expert, with `{e}` for its number; several are concatenated along `dim`.
+        native: the parameter, [count, ...].
+        count: number of experts.
+        sizes: of each of `hf` along `dim`.
+        dim: of one expert's tensor.
+    """
+
+    hf: tuple[str, ...]
+    native: str
+    count: int
+    sizes: tuple[int, ...]
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        _check_sizes(self.native, self.hf, self.sizes)
+        if not all("{e}" in pattern for pattern in self.hf):
+            raise WeightError("an expert's tensor without {e} in its name", where=self.native)
+
+    @functools.cached_property
+    def hf_patterns(self) -> tuple[str, ...]:
+        return tuple(pattern.replace("{e}", str(e)) for e in range(self.count) for pattern in self.hf)
+
+    @property
+    def native_patterns(self) -> tuple[str, ...]:
+        return (self.native,)
+
+    def to_native(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        step = len(self.hf)
+        members = [parts[at : at + step] for at in range(0, len(parts), step)]
+        names = [self.hf_patterns[at : at + step] for at in range(0, len(parts), step)]
+        found = [_concatenate(m, n, self.sizes, self.dim) for m, n in zip(members, names, strict=True)]
+        return [torch.stack(found)]
+
+    def to_hf(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        if parts[0].shape[0] != self.count:
+            raise WeightError(f"{parts[0].shape[0]} experts, the rule says {self.count}", where=self.native)
+        return [piece for one in parts[0] for piece in _cut(one, self.native, self.sizes, self.dim)]
+
+
+@dataclass(frozen=True)
 class Split:
     """One tensor is cut into several parameters.
 

@@ -69,9 +69,10 @@ def test_packed_projections_change_nothing(twin: Any) -> None:
     path, streams, _, model = twin
     separate = our_model(path)
     for layer in separate.model.layers:
-        for linear in (layer.self_attn.q_proj, layer.mlp.gate_proj):
-            assert linear.__dict__["packed"] is not None
-            unpack(linear)
+        for linear in (layer.self_attn.q_proj, getattr(layer.mlp, "gate_proj", None)):
+            if linear is not None:  # experts have none
+                assert linear.__dict__["packed"] is not None
+                unpack(linear)
     packed_logits = paged_logits(session_of(model), streams)
     for one, other in zip(packed_logits, paged_logits(session_of(separate), streams), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
@@ -113,6 +114,30 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
     ),
     "qwen3 with biases": ("qwen3", {"attention_bias": True}),
+    "qwen3, YaRN": (
+        "qwen3",
+        {
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0},
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "qwen3_moe, kept probabilities as they are, experts in every second layer": (
+        "qwen3_moe",
+        {"norm_topk_prob": False, "mlp_only_layers": [], "decoder_sparse_step": 2},
+    ),
+    "qwen3_moe with sliding layers": (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 9},
+    ),
+    "mixtral with a window, one expert a token": ("mixtral", {"sliding_window": 11, "num_experts_per_tok": 1}),
+    "mistral without a window": ("mistral", {"sliding_window": None}),
+    "gemma2 without bounds": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gpt_oss without scaled RoPE": (
+        "gpt_oss",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 15e4}, "num_experts_per_tok": 4},
+    ),
     "gemma3 with capped logits": ("gemma3", {"final_logit_softcapping": 3.0}),
     "gemma3, scaled RoPE in full layers": (
         "gemma3",

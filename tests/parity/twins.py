@@ -12,16 +12,22 @@ from torch import Tensor
 from pilotage.models import registry
 from pilotage.models.common.paging import PagedSession
 
-NAMES = ("llama3", "qwen2", "qwen3", "gemma3")
+NAMES = ("llama3", "qwen2", "qwen3", "gemma3", "gemma2", "mistral", "mixtral", "qwen3_moe", "gpt_oss")
+# Hugging Face's sdpa attention knows neither a bound on the scores nor sinks.
+EAGER_ONLY = ("gemma2", "gpt_oss")
 ATTENTION = ("flash_attention", "segmented_attention", "attention_decode", "write_kv")
 BLOCK_SIZE = 4
 
 
-def hf_model(path: Path, dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> Any:
+def hf_model(path: Path, dtype: torch.dtype = torch.float32, attention: str | None = None) -> Any:
     """The transformers model of a checkpoint."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention).eval()
+    if attention is None:
+        attention = "eager" if AutoConfig.from_pretrained(path).model_type in EAGER_ONLY else "sdpa"
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation=attention, experts_implementation="eager"
+    ).eval()
 
 
 def our_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:

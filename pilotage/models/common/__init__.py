@@ -9,9 +9,10 @@ from pilotage.models.common.backend import (
 )
 from pilotage.models.common.blocks import DecoderBackbone, GatedMLP, GroupedQueryAttention, PreNormDecoderLayer
 from pilotage.models.common.causal_lm import CausalLM
-from pilotage.models.common.config import DecoderConfig
+from pilotage.models.common.config import DecoderConfig, MoEConfig
 from pilotage.models.common.context import PagedContext
 from pilotage.models.common.kv import KVSpec, LayerSpec
+from pilotage.models.common.moe import SparseMoE
 
 __all__ = [
     "BackendConfig",
@@ -22,8 +23,10 @@ __all__ = [
     "GroupedQueryAttention",
     "KVSpec",
     "LayerSpec",
+    "MoEConfig",
     "PagedContext",
     "PreNormDecoderLayer",
+    "SparseMoE",
     "initialize_embedding_module",
     "initialize_linear_module",
     "initialize_lm_head_module",

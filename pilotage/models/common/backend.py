@@ -83,14 +83,18 @@ def initialize_linear_module(
     return pnn.ColumnParallelLinear(in_features, out_features, bias, num_shards=num_shards if shard else 1)
 
 
-def initialize_rms_norm_module(kind: str, size: int, *, eps: float, unit_offset: bool = False) -> nn.Module:
+def initialize_rms_norm_module(
+    kind: str, size: int, *, eps: float, unit_offset: bool = False, round_once: bool = False
+) -> nn.Module:
     """Build an RMS norm over `size` features; `unit_offset` for weights stored minus one.
+
+    `round_once`: see `NF.rms_norm`.
 
     Raises:
         ConfigError: an unknown kind.
     """
     _known("rms_norm", kind, ("torch",))
-    return pnn.RMSNorm(size, eps=eps, unit_offset=unit_offset)
+    return pnn.RMSNorm(size, eps=eps, unit_offset=unit_offset, round_once=round_once)
 
 
 def initialize_embedding_module(

@@ -92,21 +92,19 @@ class PreNormDecoderLayer(nn.Module):
 
     Attributes:
         attention_class: the model's attention; called with (config, layer index, backend).
+        mlp: the feed-forward block; a layer with experts puts its own in its place.
     """
 
     attention_class: type[GroupedQueryAttention]
+    mlp: nn.Module
 
     def __init__(self, config: DecoderConfig, layer_idx: int, backend: BackendConfig) -> None:
         super().__init__()
         self.name = f"model.layers.{layer_idx}"
         self.self_attn = self.attention_class(config, layer_idx, backend)
-        self.mlp = self.feed_forward(config, layer_idx, backend)
+        self.mlp = GatedMLP(config, backend)
         norm = partial(initialize_rms_norm_module, backend.rms_norm, config.hidden_size, eps=config.norm_eps)
         self.input_layernorm, self.post_attention_layernorm = norm(), norm()
-
-    def feed_forward(self, config: Any, layer_idx: int, backend: BackendConfig) -> nn.Module:
-        """Build this layer's feed-forward block; models with experts build theirs."""
-        return GatedMLP(config, backend)
 
     def forward(self, x: Tensor, rope: Rope, ctx: Any) -> Tensor:
         """x [..., D] -> [..., D]."""

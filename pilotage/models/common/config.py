@@ -75,3 +75,33 @@ class DecoderConfig:
     def window(self, layer_idx: int) -> int | None:
         """The window of a layer; None where it sees everything."""
         return self.sliding_window if self.layer_types[layer_idx] == "sliding_attention" else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(DecoderConfig):
+    """A decoder in which some or all feed-forward blocks are experts behind a router.
+
+    Attributes:
+        num_experts, num_experts_per_token: E, and how many of them a token goes to.
+        moe_intermediate_size: F of one expert.
+        norm_topk_prob: the kept probabilities are divided by their sum.
+        mlp_layer_types: "sparse" or "dense" for each layer.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    mlp_layer_types: tuple[str, ...]
+
+    @classmethod
+    def from_moe_spec(cls, spec: ArchSpec, **own: Any) -> Self:
+        """Take the common fields from a spec that `reading.read` has passed, `own` before them."""
+        found = {
+            "num_experts": spec.num_experts,
+            "num_experts_per_token": spec.num_experts_per_token,
+            "moe_intermediate_size": spec.moe_intermediate_size or spec.intermediate_size,
+            "norm_topk_prob": bool(spec.norm_topk_prob),
+            "mlp_layer_types": spec.mlp_layer_types,
+        }
+        return cls.from_spec(spec, **(found | own))

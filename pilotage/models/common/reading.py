@@ -109,4 +109,10 @@ def frequencies(spec: ArchSpec, layer_type: str) -> RopeFrequencies:
         high_freq_factor=rope.high_freq_factor,
         original_max_position=rope.original_max_position,
         partial_rotary_factor=rope.partial_rotary_factor,
+        attention_factor=rope.attention_factor,
+        beta_fast=rope.beta_fast,
+        beta_slow=rope.beta_slow,
+        mscale=rope.mscale,
+        mscale_all_dim=rope.mscale_all_dim,
+        truncate=bool(rope.raw.get("truncate", True)),
     )

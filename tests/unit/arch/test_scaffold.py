@@ -134,18 +134,18 @@ def source_tree(tmp_path: Path) -> Path:
 
 def test_in_the_tree(tmp_path: Path) -> None:
     root = source_tree(tmp_path)
-    made = scaffold("gpt_oss", MODELS["gptossx"], root=root)
-    assert made.package == "pilotage.models.gpt_oss"
-    assert (root / "pilotage/models/gpt_oss/README.md").is_file()
-    assert made.tests == root / "tests/parity/test_gpt_oss.py" and made.tests.is_file()
+    made = scaffold("gemma4", MODELS["gemma4x"], root=root)
+    assert made.package == "pilotage.models.gemma4"
+    assert (root / "pilotage/models/gemma4/README.md").is_file()
+    assert made.tests == root / "tests/parity/test_gemma4.py" and made.tests.is_file()
     assert "added to pilotage/models/registry.py" in made.notes[0]
     code = (
         "from pilotage.models import registry\n"
-        "entry = registry.find(['GptOssForCausalLM'])\n"
+        "entry = registry.find(['Gemma4ForConditionalGeneration'])\n"
         "print(entry.origin, entry.load().__module__)\n"
     )
     result = run(sys.executable, "-c", code, path=root)
-    assert result.stdout.split() == ["pilotage", "pilotage.models.gpt_oss.factory"], result.stderr
+    assert result.stdout.split() == ["pilotage", "pilotage.models.gemma4.factory"], result.stderr
     for command in (("check",), ("format", "--check")):
         written = [str(path) for path in made.files if path.suffix == ".py"]
         result = run(sys.executable, "-m", "ruff", *command, "--config", str(root / "pyproject.toml"), *written)

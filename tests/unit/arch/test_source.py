@@ -61,7 +61,7 @@ def test_the_gemma_config_needs_no_weights(home: Path) -> None:
         ("nowhere.json", BadInput, "no such file or directory"),
         ("gemma3-270", BadInput, "the nearest known name is 'gemma3-270m'"),
         ("tiny-gemma3", BadInput, "the nearest known name is 'tiny:gemma3'"),
-        ("tiny:mistral", BadInput, "no tiny model is called 'mistral'"),
+        ("tiny:falcon", BadInput, "no tiny model is called 'falcon'"),
         ("bad name/here", BadInput, "not a Hugging Face id"),
         ("meta-llama/Llama-3.1-8B", Unavailable, "no hub can be reached; name a local directory"),
         ("gpt2", Unavailable, "no hub can be reached"),

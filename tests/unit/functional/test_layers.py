@@ -36,13 +36,21 @@ ROPES: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
+    "yarn": {"factor": 8.0, "original_max_position_embeddings": 64},
+    "yarn, every parameter": {
+        **{"factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 20.0, "beta_slow": 2.0},
+        **{"mscale": 1.3, "mscale_all_dim": 0.7, "truncate": False},
+    },
+    "yarn, stated attention factor": {
+        **{"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.5},
+    },
 }
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ROPES)
 def test_rope_equals_hf(kind: str, dtype: torch.dtype) -> None:
-    values = ROPES[kind]
+    values, kind = ROPES[kind], kind.split(",")[0]
     config = LlamaConfig(
         hidden_size=120,
         num_attention_heads=6,
@@ -76,7 +84,8 @@ def test_partial_rotary_leaves_the_rest_alone() -> None:
 @pytest.mark.parametrize(
     ("values", "key"),
     [
-        ({"kind": "yarn", "factor": 4.0}, "rope_type"),
+        ({"kind": "longrope", "factor": 4.0}, "rope_type"),
+        ({"kind": "yarn", "factor": 4.0}, "original_max_position"),
         ({"kind": "llama3", "factor": 4.0}, "low_freq_factor"),
         ({"partial_rotary_factor": 0.15}, "partial_rotary_factor"),
     ],

@@ -14,10 +14,15 @@ import torch
 from pilotage.core.errors import PilotageError, Unsupported
 from pilotage.models import registry
 from pilotage.models.common import BackendConfig
+from pilotage.models.gemma2 import Gemma2Config
 from pilotage.models.gemma3 import Gemma3Config, Gemma3ForCausalLM
+from pilotage.models.gpt_oss import GptOssConfig
 from pilotage.models.llama3 import Llama3Config
+from pilotage.models.mistral import MistralConfig
+from pilotage.models.mixtral import MixtralConfig
 from pilotage.models.qwen2 import Qwen2Config
 from pilotage.models.qwen3 import Qwen3Config
+from pilotage.models.qwen3_moe import Qwen3MoeConfig
 
 Tiny = Callable[..., Path]
 CLASSES: dict[str, Any] = {
@@ -25,6 +30,11 @@ CLASSES: dict[str, Any] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "gemma3": Gemma3Config,
+    "gemma2": Gemma2Config,
+    "mistral": MistralConfig,
+    "mixtral": MixtralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+    "gpt_oss": GptOssConfig,
 }
 
 
@@ -36,10 +46,18 @@ def raw(tiny: Tiny, name: str, **edits: Any) -> dict[str, Any]:
     ("name", "edit", "says"),
     [
         ("llama3", {"hidden_act": "quick_gelu"}, r"hidden_act: activation 'quick_gelu'.*silu"),
-        ("llama3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, r"rope_type.*yarn"),
+        (
+            "llama3",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+            r"rope_type.*dynamic",
+        ),
         ("llama3", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config: 'fp8'"),
         ("llama3", {"num_key_value_heads": 4}, r"num_key_value_heads: 4 key/value heads do not divide 6"),
         ("qwen3", {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, r"layer_types.*chunked_attention"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"quantization_config: 'mxfp4'"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, r"layer_types.*chunked_attention"),
+        ("mixtral", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config: 'fp8'"),
+        ("gemma2", {"use_bidirectional_attention": True}, r"use_bidirectional_attention: True is not implemented"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping: 50.0"),
         ("gemma3", {"use_bidirectional_attention": True}, r"use_bidirectional_attention: True is not implemented"),
         ("gemma3", {"layer_types": ["sliding_attention"] * 5}, r"\(6\) must be equal .*layer_types. \(5\)"),
@@ -74,6 +92,24 @@ def test_gemma_reads_what_makes_it_gemma(tiny: Tiny) -> None:
     windows = [config.window(i) for i in range(config.num_layers)]
     assert windows == [16, 16, None, 16, 16, None]
     assert Gemma3Config.from_configs(raw(tiny, "gemma3")) == Gemma3Config.from_configs(raw(tiny, "gemma3"))
+
+
+def test_sparse_models_read_their_routing_and_experts(tiny: Tiny) -> None:
+    qwen = Qwen3MoeConfig.from_configs(raw(tiny, "qwen3_moe"))
+    assert (qwen.num_experts, qwen.num_experts_per_token, qwen.moe_intermediate_size) == (8, 3, 44)
+    assert qwen.norm_topk_prob and qwen.mlp_layer_types == ("dense", "sparse", "sparse", "sparse")
+    assert not Qwen3MoeConfig.from_configs(raw(tiny, "qwen3_moe", norm_topk_prob=False)).norm_topk_prob
+    mixtral = MixtralConfig.from_configs(raw(tiny, "mixtral"))
+    assert (mixtral.num_experts, mixtral.moe_intermediate_size, mixtral.norm_topk_prob) == (5, 92, True)
+    gpt = GptOssConfig.from_configs(raw(tiny, "gpt_oss", swiglu_limit=3.5))
+    assert (gpt.swiglu_alpha, gpt.swiglu_limit, gpt.attention_output_bias) == (1.702, 3.5, True)
+    assert gpt.rope["full_attention"].amplitude > 1.2
+
+
+def test_gemma2_reads_both_bounds(tiny: Tiny) -> None:
+    config = Gemma2Config.from_configs(raw(tiny, "gemma2"))
+    assert (config.attn_softcap, config.logit_softcap) == (5.0, 6.0)
+    assert [config.window(i) for i in range(config.num_layers)] == [16, None, 16, None, 16]
 
 
 def test_biases_come_from_the_architecture_or_the_file(tiny: Tiny) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pilotage.core.errors import WeightError
-from pilotage.weights import Drop, Fuse, Identity, Permute, Rename, Split, Tie, Transpose, WeightMap
+from pilotage.weights import Drop, Fuse, Identity, Permute, Rename, Split, Stack, Tie, Transpose, WeightMap
 from pilotage.weights.map import same_bytes
 
 size = st.integers(1, 5)
@@ -177,3 +177,21 @@ def test_same_bytes_tells_zeros_apart_and_nan_together() -> None:
     assert not same_bytes(torch.tensor([0.0]), torch.tensor([-0.0]))
     assert not same_bytes(torch.zeros(2), torch.zeros(2, dtype=torch.float16))
     assert not same_bytes(torch.zeros(2), torch.zeros(2, 1))
+
+
+def test_experts_stored_one_by_one_are_stacked_and_come_back() -> None:
+    rule = Stack(("e.{i}.{e}.gate", "e.{i}.{e}.up"), "e.{i}.gate_up", 3, (2, 4))
+    weight_map = WeightMap([rule, Identity()])
+    tensors = {f"e.7.{e}.{name}": torch.randn(rows, 5) for e in range(3) for name, rows in (("gate", 2), ("up", 4))}
+    native = weight_map.to_native(dict(reversed(tensors.items())) | {"other": torch.ones(1)})
+    assert set(native) == {"e.7.gate_up", "other"} and native["e.7.gate_up"].shape == (3, 6, 5)
+    assert torch.equal(native["e.7.gate_up"][1], torch.cat([tensors["e.7.1.gate"], tensors["e.7.1.up"]]))
+    back = weight_map.to_hf(native)
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+    del tensors["e.7.2.up"]
+    with pytest.raises(WeightError, match=r"e\.7\.2\.up"):
+        weight_map.to_native(tensors)
+    with pytest.raises(WeightError, match="2 experts, the rule says 3"):
+        weight_map.to_hf({"e.7.gate_up": torch.zeros(2, 6, 5)})
+    with pytest.raises(WeightError, match=r"without \{e\}"):
+        Stack(("e.{i}.gate",), "e.{i}.gate", 3, (2,))

@@ -1,0 +1,190 @@
+"""Mixture of experts: which experts a token goes to, and what they make of it.
+
+Routing is a dense row of affinities over all experts, zero where a token does not go: its shape depends on no value, so
+a graph over it is whole. The definition of `experts` computes every expert for every token; an implementation that
+reads only the chosen ones is offered where few tokens meet many experts.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pilotage.core.errors import Unsupported
+from pilotage.functional.projections import activation_function
+from pilotage.functional.registry import Call, operator, register
+
+RULES = ("softmax_topk", "topk_softmax")
+CLAMPED_SWIGLU = "clamped_swiglu"
+
+
+@operator
+def router_logits(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Score the experts: hidden_states [..., D], weight [E, D], bias [E] -> [..., E].
+
+    Numerics: as `linear`.
+    """
+    return F.linear(hidden_states, weight, bias)
+
+
+@operator
+def expert_affinities(logits: Tensor, *, top_k: int, rule: str, renormalize: bool = False) -> Tensor:
+    """Turn router logits into the weight of each expert.
+
+    Args:
+        logits: [..., E].
+        top_k: experts of a token.
+        rule: "softmax_topk" (probabilities over all experts, of which the largest are kept: Mixtral, Qwen) or
+            "topk_softmax" (the largest logits, and probabilities among these alone: gpt-oss).
+        renormalize: divide the kept probabilities by their sum; "topk_softmax" sums to one already.
+
+    Returns:
+        [..., E] fp32, zero where a token does not go.
+
+    Raises:
+        Unsupported: an unknown rule.
+
+    Numerics: softmax and sum in fp32, whatever the logits' dtype.
+    """
+    if rule not in RULES:
+        raise Unsupported(f"routing rule {rule!r} is not implemented", where="router", do=" or ".join(RULES))
+    scores = logits.float()
+    if rule == "softmax_topk":
+        kept, chosen = torch.topk(torch.softmax(scores, dim=-1), top_k, dim=-1)
+        if renormalize:
+            kept = kept / kept.sum(-1, keepdim=True)
+    else:
+        kept, chosen = torch.topk(scores, top_k, dim=-1)
+        kept = torch.softmax(kept, dim=-1)
+    return torch.zeros_like(scores).scatter(-1, chosen, kept)
+
+
+def router(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    top_k: int,
+    rule: str,
+    renormalize: bool = False,
+    router_logits_override: Tensor | None = None,
+) -> Tensor:
+    """Route tokens: the logits and their affinities in one call.
+
+    Args:
+        hidden_states: [..., D].
+        weight: [E, D].
+        bias: [E] or None.
+        top_k, rule, renormalize: see `expert_affinities`.
+        router_logits_override: [..., E] taken instead of the logits of `hidden_states`.
+
+    Returns:
+        [..., E] fp32.
+    """
+    logits = router_logits(hidden_states, weight, bias) if router_logits_override is None else router_logits_override
+    return expert_affinities(logits, top_k=top_k, rule=rule, renormalize=renormalize)
+
+
+@operator
+def experts(
+    x: Tensor,
+    affinities: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    top_k: int,
+    activation: str,
+    interleaved: bool = False,
+    alpha: float | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    """Run gated MLPs as experts and add up what each token's experts give, weighted.
+
+    Args:
+        x: [..., D].
+        affinities: [..., E] from `expert_affinities`; at most `top_k` of a row are not zero.
+        gate_up_weight: [E, 2F, D], gate's rows first, or alternating with up's where `interleaved`.
+        down_weight: [E, D, F].
+        gate_up_bias: [E, 2F] or None, in the order of the rows.
+        down_bias: [E, D] or None.
+        top_k: experts of a token.
+        activation: Hugging Face name, or "clamped_swiglu".
+        interleaved: gate and up alternate.
+        alpha, limit: of "clamped_swiglu": gate * sigmoid(alpha * gate) * (up + 1), gate at most `limit` and up within
+            `limit` of zero (gpt-oss).
+
+    Returns:
+        [..., D] in x's dtype; with tensor parallelism over F the rank's partial sum.
+
+    Raises:
+        Unsupported: an unknown activation.
+
+    Numerics: products in the tensors' dtype; the weighted sum over experts in fp32, rounded once.
+    """
+    rows, weights = x.flatten(0, -2), affinities.flatten(0, -2)
+    hidden = torch.matmul(rows, gate_up_weight.transpose(1, 2))
+    if gate_up_bias is not None:
+        hidden = hidden + gate_up_bias[:, None]
+    hidden = _gated(hidden, activation, interleaved, alpha, limit)
+    out = torch.matmul(hidden, down_weight.transpose(1, 2))
+    if down_bias is not None:
+        out = out + down_bias[:, None]
+    weights_ET = weights.t()[..., None]
+    # Where a token does not go nothing of the expert may leak in, not even 0 times an overflow.
+    total = torch.where(weights_ET != 0, out.float() * weights_ET, 0.0).sum(0)
+    return total.to(x.dtype).view(x.shape)
+
+
+def _chosen_experts(
+    x: Tensor,
+    affinities: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    top_k: int,
+    activation: str,
+    interleaved: bool = False,
+    alpha: float | None = None,
+    limit: float | None = None,
+) -> Tensor:
+    rows = x.flatten(0, -2)
+    weights_TK, chosen_TK = torch.topk(affinities.flatten(0, -2), top_k, dim=-1)
+    hidden = torch.matmul(gate_up_weight[chosen_TK], rows[:, None, :, None])[..., 0]
+    if gate_up_bias is not None:
+        hidden = hidden + gate_up_bias[chosen_TK]
+    hidden = _gated(hidden, activation, interleaved, alpha, limit)
+    out = torch.matmul(down_weight[chosen_TK], hidden[..., None])[..., 0]
+    if down_bias is not None:
+        out = out + down_bias[chosen_TK]
+    weights_TK1 = weights_TK[..., None]
+    total = torch.where(weights_TK1 != 0, out.float() * weights_TK1, 0.0).sum(1)
+    return total.to(x.dtype).view(x.shape)
+
+
+def _few_tokens(call: Call) -> str | None:
+    shape = call["x"].shape
+    tokens = 1
+    for size in shape[:-1]:
+        tokens *= size
+    count: int = call["gate_up_weight"].shape[0]
+    if 2 * tokens * call["top_k"] > count:
+        return f"{tokens} tokens choose {tokens * call['top_k']} of {count} experts; reading all of them is cheaper"
+    return None
+
+
+def _gated(hidden: Tensor, activation: str, interleaved: bool, alpha: float | None, limit: float | None) -> Tensor:
+    gate, up = (hidden[..., ::2], hidden[..., 1::2]) if interleaved else hidden.chunk(2, dim=-1)
+    if activation != CLAMPED_SWIGLU:
+        return activation_function(activation)(gate) * up
+    if alpha is None or limit is None:
+        raise Unsupported(f"{CLAMPED_SWIGLU} needs alpha and limit", where="experts")
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+register("experts", "chosen", _chosen_experts, domain=_few_tokens, priority=10)

@@ -1,0 +1,12 @@
+"""Checkpoint names to parameters: Hugging Face's names are ours."""
+
+from __future__ import annotations
+
+from pilotage.models.common.naming import same_names
+from pilotage.models.gemma2.config import Gemma2Config
+from pilotage.weights import WeightMap
+
+
+def weight_map(config: Gemma2Config) -> WeightMap:
+    """The WeightMap of a Gemma 2 checkpoint."""
+    return same_names(tied=config.tie_word_embeddings)

@@ -246,7 +246,7 @@ class HFTaps:
     def _attention(self, visit: Visit, implementation: str, function: Any) -> Callable[..., Any]:
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
             # Eager attention is each model's own function and in no register.
-            run = function or sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+            run = function or sys.modules[type(module).__module__].eager_attention_forward
             name = self.attentions.get(module)
             if name is None:
                 return run(module, query, key, value, *args, **kwargs)

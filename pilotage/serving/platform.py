@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,7 @@ BLOCK_SIZE = 32
 DEFAULT_MAX_NUM_SEQS = 16
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 FORCE_KEY = "pilotage_force"
+PROMPT_KEY = "pilotage_prompt"
 
 # vLLM calls these where it frees accelerator memory, whether or not an accelerator exists; without one they raise.
 torch.accelerator.empty_cache = lambda: None  # type: ignore[assignment]
@@ -85,16 +88,21 @@ class PilotagePlatform(Platform):
         scheduler.max_num_seqs = min(seq_sizes[-1], token_sizes[-1])
         cls._longest_prompt = None if scheduler.enable_chunked_prefill else token_sizes[-1]
         cls._vocab_size = model_config.get_vocab_size()
+        cls._salt = _salt(config)
         threads.set_environment(parallel.world_size)
 
     # For validate_request, from the engine configured last in this process. Largest prompt that fits a graph where
-    # prompts are not cut into chunks, and the vocabulary.
+    # prompts are not cut into chunks, the vocabulary, and what keeps replaced keys and values apart from all others.
     _longest_prompt: int | None = None
     _vocab_size: int | None = None
+    _salt: str | None = None
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Refuse a request that no graph can hold, or whose forced tokens are unusable.
+        """Refuse a request that no graph can hold, or whose own arguments are unusable.
+
+        Under a configured replacement it also salts the request's pages: what was computed from reference tensors
+        must serve no other request, wherever the pages end up.
 
         Raises:
             VLLMValidationError: answered as HTTP 400 by the server.
@@ -108,7 +116,13 @@ class PilotagePlatform(Platform):
                 "(num_batched_tokens_buckets) and chunked prefill is off: shorten the prompt, raise "
                 "max_num_batched_tokens or enable chunked prefill"
             )
-        forced = (getattr(params, "extra_args", None) or {}).get(FORCE_KEY)
+        if cls._salt is not None:
+            processed_inputs["cache_salt"] = f"{cls._salt}{processed_inputs.get('cache_salt') or ''}"
+        extra = getattr(params, "extra_args", None) or {}
+        prompt = extra.get(PROMPT_KEY)
+        if prompt is not None and (type(prompt) is not int or prompt < 0):
+            raise VLLMValidationError(f"extra_args[{PROMPT_KEY!r}] must be the index of a prompt, got {prompt!r}")
+        forced = extra.get(FORCE_KEY)
         if forced is None:
             return
         if not isinstance(forced, list | tuple) or not all(type(token) is int for token in forced):
@@ -179,6 +193,14 @@ def resolve_buckets(
         "num_seqs_buckets", config.num_seqs_buckets, buckets.seq_buckets(max_num_seqs), "max_num_seqs"
     )
     return token_sizes, seq_sizes
+
+
+def _salt(config: TargetConfig) -> str | None:
+    """Name the replacement plan of a configuration; None where nothing is replaced."""
+    plan = config.tensor_replacement
+    if plan is None or "tensors_path" not in plan:
+        return None
+    return f"pilotage-{hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]}-"
 
 
 def _refuse_unsupported(vllm_config: VllmConfig) -> None:

@@ -23,12 +23,12 @@ from pilotage.probe.discovery import SiteInfo, describe
 from pilotage.probe.plan import Taps
 from pilotage.probe.replacement import TensorReplacer
 from pilotage.serving.batch import Forward, StepInputs
+from pilotage.serving.platform import PROMPT_KEY
 
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
-PROMPT_KEY = "pilotage_prompt"
 ARM = "target"
 
 

@@ -42,6 +42,10 @@ def verb(app: typer.Typer) -> None:
             str | None, typer.Option(metavar="PATH", help="Benchmark the vLLM of this Python as well.")
         ] = None,
         skip: Annotated[list[str] | None, typer.Option(metavar="STAGE", help="Leave a stage out; repeatable.")] = None,
+        also: Annotated[
+            list[str] | None,
+            typer.Option(metavar="CHECK", help="Make this check as well: tasks, invariance or localise; repeatable."),
+        ] = None,
         redo: Annotated[
             list[str] | None, typer.Option(metavar="STAGE", help="Run a stage again although it is done; repeatable.")
         ] = None,
@@ -54,7 +58,13 @@ def verb(app: typer.Typer) -> None:
         from pilotage.voyage.course import Options
         from pilotage.voyage.embark import embark
 
-        options = Options(donor=donor, reference=reference, peer_python=peer_python, skip=tuple(skip or ()))
+        options = Options(
+            donor=donor,
+            reference=reference,
+            peer_python=peer_python,
+            skip=tuple(skip or ()),
+            also=tuple(dict.fromkeys(also or ())),
+        )
         errors = Console(stderr=True)
         with _Bridge(errors) as bridge:
             voyage = embark(

@@ -7,16 +7,18 @@ from typing import Any
 
 from pilotage.core.nouns import Status, worst
 from pilotage.report import benchmark
-from pilotage.report.record import STAGES, Records
+from pilotage.report.record import EXTRAS, STAGES, Records
 from pilotage.report.text import DASH, num, number, seconds, status_of
 
 _WORD = {Status.PASS: "Verified", Status.FAIL: "Failed", Status.NOT_MEASURED: "Not verified"}
 
 
 def stage_cards(records: Records) -> list[dict[str, Any]]:
-    """One card a stage, in order; a stage without a record is not measured."""
+    """One card a stage, in order; a stage without a record is not measured, an extra check without one is not there."""
     cards = []
-    for stage in STAGES:
+    extras = [extra for extra in EXTRAS if extra.name in records.stages or extra.name in records.unreadable]
+    # Between validation, whose number they share, and the benchmark.
+    for stage in sorted((*STAGES, *extras), key=lambda found: found.number):
         record = records.stages.get(stage.name)
         if record is not None:
             status, summary, reason, took = record.status, record.summary, record.reason, record.seconds

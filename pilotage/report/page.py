@@ -14,24 +14,25 @@ import pilotage
 from pilotage.core import store
 from pilotage.core.errors import StorageError
 from pilotage.core.nouns import Status
-from pilotage.report import accuracy, benchmark, figures, headline, receipt, text
-from pilotage.report.record import REPORT_FILE, STAGES, Records, read
+from pilotage.report import accuracy, benchmark, figures, findings, headline, maps, receipt, text
+from pilotage.report.record import EXTRAS, REPORT_FILE, STAGES, Records, read
 
 MAX_BYTES = 5_000_000
 MAX_ROWS = 400  # rows of one table; the JSON beside the page holds the rest
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """The templates, with the filters that they use."""
     # Autoescape is on for everything: model names, prompts and generated texts are not ours.
-    environment = Environment(
+    made = Environment(
         loader=PackageLoader("pilotage.report"),
         autoescape=True,
         undefined=ChainableUndefined,  # a stage may leave out what it did not measure; it is then shown as a dash
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(
+    made.filters.update(
         num=text.num,
         seconds=text.seconds,
         size=text.size,
@@ -39,11 +40,12 @@ def _environment() -> Environment:
         plain=text.plain,
         visible=text.visible,
     )
-    environment.globals.update(words=text.WORDS, signs=text.SIGNS, Status=Status, bar=figures.bar, max_rows=MAX_ROWS)
-    return environment
+    made.globals.update(words=text.WORDS, signs=text.SIGNS, Status=Status, bar=figures.bar, max_rows=MAX_ROWS)
+    return made
 
 
-def _stylesheet() -> Markup:
+def stylesheet() -> Markup:
+    """The style of every page, inline: a page opens from anywhere."""
     source = (Path(__file__).parent / "templates" / "report.css").read_text()
     return Markup(source)
 
@@ -58,6 +60,15 @@ def _validate_view(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
         "modules": accuracy.module_rows(result.get("modules") or []),
         "module_summary": accuracy.module_summary(result.get("modules") or []),
     }
+
+
+def _tasks_view(records: Records) -> dict[str, Any] | None:
+    """Tasks that were run as a check of their own, or as level 1 of the validation."""
+    for name in ("tasks", "validate"):
+        found = findings.tasks_view((records.result(name) or {}).get("tasks"))
+        if found is not None:
+            return found
+    return None
 
 
 def _smoke_view(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -144,7 +155,7 @@ def _context(records: Records) -> dict[str, Any]:
     by_name = {card["name"]: card for card in cards}
     diff = records.result("diff")
     return {
-        "css": _stylesheet(),
+        "css": stylesheet(),
         "version": pilotage.__version__,
         "voyage": records.voyage,
         "headline": headline.headline(records),
@@ -157,13 +168,18 @@ def _context(records: Records) -> dict[str, Any]:
         "weights": _weights_view(records.result("weights")),
         "smoke": _smoke_view(records.result("smoke")),
         "validate": _validate_view(records.result("validate")),
+        "kv": findings.kv_views((records.result("validate") or {}).get("arms")),
+        "tasks": _tasks_view(records),
+        "invariance": findings.invariance_view(records.result("invariance")),
+        "localise": findings.localise_view(records.result("localise")),
+        "heat_legend": maps.legend(),
         "bench": _bench_view(records.result("bench")),
         "receipts": receipt.receipts(records),
         "implement": records.result("implement"),
         "register": records.result("register"),
         "commands": [
             {"title": stage.title, "command": records.stages[stage.name].command}
-            for stage in STAGES
+            for stage in (*STAGES, *EXTRAS)
             if stage.name in records.stages and records.stages[stage.name].command
         ],
         "bench_commands": (records.result("bench") or {}).get("commands") or [],
@@ -174,7 +190,7 @@ def _context(records: Records) -> dict[str, Any]:
 
 def render(records: Records) -> str:
     """The page for `records` as one string of HTML."""
-    return _environment().get_template("report.html.j2").render(_context(records))
+    return environment().get_template("report.html.j2").render(_context(records))
 
 
 def build(directory: Path) -> Path:

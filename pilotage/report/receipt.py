@@ -18,6 +18,9 @@ def receipts(records: Records) -> list[dict[str, Any]]:
             found.append(("validate", validate))
         else:
             found += [(f"validate, {arm}", receipt) for arm, receipt in validate.items()]
+    invariance = (records.result("invariance") or {}).get("receipt")
+    if isinstance(invariance, Mapping):
+        found += [(f"invariance, {engine}", receipt) for engine, receipt in invariance.items()]
     return [
         {"stage": stage, "rows": rows}
         for stage, receipt in found

@@ -50,13 +50,22 @@ STAGES: tuple[Stage, ...] = (
     Stage(name="bench", number=5, title="Benchmark", question="How fast is it, and against what?"),
 )
 
+# Checks that a voyage makes when it is asked to: they take minutes, and most runs do not need them.
+EXTRAS: tuple[Stage, ...] = (
+    Stage(name="tasks", number=4, title="Tasks", question="Does it score like Hugging Face on the same items?"),
+    Stage(
+        name="invariance", number=4, title="Invariance", question="Are its answers the same, however they are computed?"
+    ),
+    Stage(name="localise", number=4, title="Localise", question="Which module is at fault?"),
+)
+
 
 def stage(name: str) -> Stage:
-    """Look up a stage by its name."""
-    for found in STAGES:
+    """Look up a stage or an extra check by its name."""
+    for found in (*STAGES, *EXTRAS):
         if found.name == name:
             return found
-    names = ", ".join(found.name for found in STAGES)
+    names = ", ".join(found.name for found in (*STAGES, *EXTRAS))
     raise BadInput(f"no stage is called {name!r}", do=f"name one of {names}")
 
 
@@ -131,7 +140,7 @@ class Records:
 
     Attributes:
         voyage: model, checkpoint, versions, machine, options and command of the run.
-        stages: the records that exist, by stage name.
+        stages: the records that exist, by stage name, extra checks among them.
         unreadable: for stages whose file cannot be read, why.
     """
 
@@ -164,7 +173,7 @@ def read(directory: Path) -> Records:
         raise BadInput("names no model", where=str(directory / VOYAGE_FILE), do="run `pilotage onboard` again")
     stages: dict[str, StageRecord] = {}
     unreadable: dict[str, str] = {}
-    for found in STAGES:
+    for found in (*STAGES, *EXTRAS):
         path = directory / found.file
         if not path.exists():
             continue

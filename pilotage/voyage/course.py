@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pilotage.report.record import EXTRAS
+
 CLI = (sys.executable, "-m", "pilotage")
 
 
@@ -43,6 +45,7 @@ class Options:
     reference: str | None = None
     peer_python: str | None = None
     skip: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
 
 
 def _verb(*arguments: str) -> tuple[tuple[str, ...], str]:
@@ -94,6 +97,7 @@ def plot(model: str, info: Mapping[str, Any], options: Options, run_dir: Path) -
             needs=("register", "weights", "smoke"),
         )
     )
+    legs += [_extra(extra.name, model, options) for extra in EXTRAS if extra.name in options.also]
     peer = ("--peer-python", options.peer_python) if options.peer_python else ()
     command, shown = _verb("bench", model, *peer)
     legs.append(
@@ -106,6 +110,19 @@ def plot(model: str, info: Mapping[str, Any], options: Options, run_dir: Path) -
         )
     )
     return legs
+
+
+def _extra(name: str, model: str, options: Options) -> Leg:
+    """Plan one of the checks that are made on request."""
+    reference = ("--reference", options.reference) if options.reference else ()
+    arguments = {
+        "tasks": ("validate", model, *reference, "--level", "1"),
+        "invariance": ("invariance", model),  # of the served model alone
+        "localise": ("localise", model, *reference),
+    }[name]
+    command, shown = _verb(*arguments)
+    depends = {} if name == "invariance" else {"reference": options.reference}
+    return Leg(stage=name, command=command, shown=shown, depends=depends, needs=("register", "weights", "smoke"))
 
 
 def donor_model(donor: str) -> str:

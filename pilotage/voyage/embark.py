@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pilotage.core.errors import BadInput
-from pilotage.report.record import stage
+from pilotage.report.record import EXTRAS, stage
 from pilotage.voyage import course, fingerprint, onboard, process
 from pilotage.voyage.course import Options
 from pilotage.voyage.onboard import Arrival, Watcher
@@ -78,6 +78,13 @@ def embark(
     """
     for name in (*options.skip, *redo):
         stage(name)  # an unknown name is an error now, not after an hour
+    for name in options.also:
+        if stage(name) not in EXTRAS:
+            raise BadInput(
+                f"{name} is a stage of every voyage",
+                where="--also",
+                do=f"name one of {', '.join(e.name for e in EXTRAS)}",
+            )
     if options.peer_python is not None and not Path(options.peer_python).exists():
         raise BadInput(
             "no such file", where=f"--peer-python {options.peer_python}", do="name the other environment's python"
@@ -124,4 +131,6 @@ def _command(model: str, options: Options, run_dir: Path | None) -> str:
             words += [flag, value]
     for name in options.skip:
         words += ["--skip", name]
+    for name in options.also:
+        words += ["--also", name]
     return shlex.join(words)

@@ -125,6 +125,46 @@ def bench(result: Mapping[str, Any]) -> Judged:
     return Status.PASS, ", ".join(shown), ""
 
 
+def tasks(result: Mapping[str, Any]) -> Judged:
+    found = result.get("tasks") or []
+    status = worst([status_of(task.get("status")) for task in found])
+    failed = [str(task.get("task")) for task in found if status_of(task.get("status")) is Status.FAIL]
+    missing = [str(task.get("task")) for task in found if status_of(task.get("status")) is Status.NOT_MEASURED]
+    reason = f"{', '.join(failed)} scores otherwise than Hugging Face" if failed else ""
+    reason = reason or (f"{', '.join(missing)} could not be judged" if missing else "" if found else "no task was run")
+    return status, f"{len(found)} tasks", reason
+
+
+def invariance(result: Mapping[str, Any]) -> Judged:
+    """Relations about what the target does not have are listed by the command and not counted."""
+    relations = [row for row in result.get("relations") or [] if row.get("counted", True)]
+    status = worst([status_of(row.get("status")) for row in relations])
+    broken = [row for row in relations if status_of(row.get("status")) is Status.FAIL]
+    names = list(dict.fromkeys(str(row.get("relation")) for row in relations))
+    summary = f"{len(relations)} conditions of {len(names)} relations"
+    if broken:
+        first = broken[0]
+        at = (first.get("broke") or [{}])[0]
+        where = f", prompt {at.get('prompt')!r} from position {at.get('position')}" if at else ""
+        reason = f"{first.get('relation')} ({first.get('condition')}; {first.get('engine')}) does not hold{where}"
+        return status, f"{summary}, {len(broken)} broken", reason
+    missing = [row for row in relations if status_of(row.get("status")) is Status.NOT_MEASURED]
+    reason = f"{missing[0].get('relation')}: {missing[0].get('reason')}" if missing else ""
+    return status, summary, reason or ("" if relations else "no condition was run")
+
+
+def localise(result: Mapping[str, Any]) -> Judged:
+    culprits = result.get("culprits") or []
+    status = status_of(result.get("status"))
+    sites = sum(len(arm.get("sites") or []) for arm in result.get("arms") or [])
+    if culprits:
+        names = ", ".join(f"{c.get('module')} ({c.get('site')})" for c in culprits[:3])
+        return Status.FAIL, f"{len(culprits)} culprits of {sites} sites", f"at fault: {names}"
+    if status is Status.PASS and not sites:
+        return Status.NOT_MEASURED, "no site", "no site was scored"
+    return status, f"no culprit among {sites} sites", "" if status is Status.PASS else "not every arm could be measured"
+
+
 _JUDGES: Mapping[str, Callable[[Mapping[str, Any]], Judged]] = {
     "diff": diff,
     "implement": implement,
@@ -133,6 +173,9 @@ _JUDGES: Mapping[str, Callable[[Mapping[str, Any]], Judged]] = {
     "smoke": smoke,
     "validate": validate,
     "bench": bench,
+    "tasks": tasks,
+    "invariance": invariance,
+    "localise": localise,
 }
 
 

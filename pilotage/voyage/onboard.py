@@ -17,7 +17,7 @@ import jinja2
 
 from pilotage.core.nouns import Status, worst
 from pilotage.report import page
-from pilotage.report.record import STAGES, StageRecord, stage
+from pilotage.report.record import EXTRAS, STAGES, StageRecord, stage
 from pilotage.voyage import fingerprint, judge, process
 from pilotage.voyage.course import Leg
 from pilotage.voyage.rundir import RunDir
@@ -101,7 +101,7 @@ def sail(
         for leg in legs
     }
     kept: dict[str, StageRecord] = {}
-    for found in STAGES:
+    for found in (*STAGES, *EXTRAS):
         record = run.kept(found.name, digests[found.name]) if found.name in digests else None
         if record is None or found.name in redo or found.name in skip:
             run.drop(found.name)
@@ -132,7 +132,7 @@ def sail(
             run.write(record)
             records[found.name] = record
     report = page.build(run.path)
-    ordered = [records[found.name] for found in STAGES]
+    ordered = [records[found.name] for found in (*STAGES, *EXTRAS) if found.name in records]
     return Arrival(
         status=worst([record.status for record in ordered]), records=ordered, kept=frozenset(kept), report=report
     )

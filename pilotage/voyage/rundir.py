@@ -25,7 +25,7 @@ from typing import Any
 
 from pilotage.core import store
 from pilotage.core.errors import BadInput, StorageError, Unavailable
-from pilotage.report.record import REPORT_FILE, STAGES, VOYAGE_FILE, StageRecord, stage
+from pilotage.report.record import EXTRAS, REPORT_FILE, STAGES, VOYAGE_FILE, StageRecord, stage
 
 # A voyage writes a few megabytes of records and logs. Below this it would only fail later, with less to say.
 NEEDED_BYTES = 64 << 20
@@ -112,7 +112,7 @@ class RunDir:
 
     def clear(self) -> None:
         """Remove all records, logs and the report (`--fresh`). Files that are not ours stay."""
-        for found in STAGES:
+        for found in (*STAGES, *EXTRAS):
             (self.path / found.file).unlink(missing_ok=True)
         for name in (VOYAGE_FILE, REPORT_FILE):
             (self.path / name).unlink(missing_ok=True)

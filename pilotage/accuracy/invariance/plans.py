@@ -88,6 +88,9 @@ class Streams:
         tokens: by stream.
         prompts: tokens of each stream's prompt in the reference condition.
         names: for people.
+
+    The last stream shares its first pages with the first one and appears in prefix hits only: in any other condition a
+    hit would hide which of the two broke it.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -96,6 +99,16 @@ class Streams:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def company(self) -> range:
+        """The streams that are run together."""
+        return range(len(self.tokens) - 1)
+
+    @property
+    def sibling(self) -> int:
+        """The stream that shares its beginning with the first one."""
+        return len(self.tokens) - 1
 
     def request(self, stream: int, *, prompt: int | None = None, new: int | None = None, arrives: int = 0) -> Request:
         """Return a request for a stream; by default with the reference's prompt and the whole continuation."""
@@ -106,17 +119,18 @@ class Streams:
 
 
 def stream_lengths(sizes: Sizes) -> dict[str, int]:
-    """Choose the streams: name -> prompt tokens. The second one shares its beginning with the first."""
+    """Choose the streams: name -> prompt tokens."""
     longest = sizes.longest
+    middle = min(longest, 2 * sizes.block + sizes.block // 2 + 3)
     wanted = {
         "longest": longest,
-        "sibling": min(longest, 2 * sizes.block + sizes.block // 2 + 3),
+        "middle": middle,
         "past a bucket": min(longest, sizes.token_buckets[0] + 1),
         "one page": min(longest, sizes.block),
         "short": min(longest, 7),
         "one token": 1,
     }
-    return dict(list(wanted.items())[: max(2, sizes.seq_buckets[-1])])
+    return dict(list(wanted.items())[: max(2, sizes.seq_buckets[-1])]) | {"sibling of the longest": middle}
 
 
 def streams(sizes: Sizes, draw: Callable[[Sequence[int]], Sequence[Sequence[int]]]) -> Streams:
@@ -128,8 +142,8 @@ def streams(sizes: Sizes, draw: Callable[[Sequence[int]], Sequence[Sequence[int]
     """
     lengths = stream_lengths(sizes)
     tokens = [tuple(ids) for ids in draw([length + NEW_TOKENS for length in lengths.values()])]
-    shared = min(2 * sizes.block + 1, lengths["sibling"] - 1)
-    tokens[1] = (*tokens[0][:shared], *tokens[1][shared:])
+    shared = min(2 * sizes.block + 1, list(lengths.values())[-1] - 1)
+    tokens[-1] = (*tokens[0][:shared], *tokens[-1][shared:])
     return Streams(tokens=tuple(tokens), prompts=tuple(lengths.values()), names=tuple(lengths))
 
 
@@ -170,7 +184,7 @@ def alone(streams: Streams, relation: str = REPETITION, name: str = "alone") -> 
 
 def together(streams: Streams, relation: str = MATES, name: str = "all at once") -> Plan:
     """Handed in at once."""
-    requests, order = _all(streams, range(len(streams)))
+    requests, order = _all(streams, streams.company)
     return Plan(relation=relation, name=name, schedule=Schedule(requests=requests), streams=order)
 
 
@@ -182,7 +196,7 @@ def conditions(sizes: Sizes, streams: Streams, *, thorough: bool = True) -> list
         streams: from `streams`.
         thorough: many edges and cuts, for models where a step takes milliseconds; otherwise the most telling ones.
     """
-    count = len(streams)
+    count = len(streams.company)
     plans = [together(streams)]
     requests, order = _all(streams, range(count), every=1)
     plans.append(Plan(relation=MATES, name="one more each step", schedule=Schedule(requests=requests), streams=order))
@@ -269,7 +283,7 @@ def _chunks(sizes: Sizes, streams: Streams, most: int) -> list[Plan]:
         first = budgets[0]
         name = f"first chunk of {first}" if len(budgets) > 1 else f"chunks of {first}"
         # A second request starts in what the last chunk of the first one leaves of the budget.
-        chosen = (0,) if len(budgets) > 1 else (0, min(2, len(streams) - 1))
+        chosen = (0,) if len(budgets) > 1 else (0, streams.company[-1] if len(streams.company) < 3 else 2)
         requests = tuple(streams.request(stream) for stream in chosen)
         plans.append(
             Plan(relation=CHUNKS, name=name, schedule=Schedule(requests=requests, budgets=budgets), streams=chosen)
@@ -281,8 +295,9 @@ def _hits(sizes: Sizes, streams: Streams) -> list[Plan]:
     """Requests that find pages of earlier ones, and requests that find pages which the same step still computes."""
     block, longest = sizes.block, streams.prompts[0]
     lengths = [n for n in (longest, block + 1, 2 * block, 2 * block + 1, 3 * block - 1) if n <= longest]
-    after = [streams.request(0), *(streams.request(0, prompt=n, new=2) for n in lengths), streams.request(1)]
-    owners = (0,) * (len(lengths) + 1) + (1,)
+    after = [streams.request(0), *(streams.request(0, prompt=n, new=2) for n in lengths)]
+    after.append(streams.request(streams.sibling))
+    owners = (0,) * (len(lengths) + 1) + (streams.sibling,)
     plans = [
         Plan(
             relation=HIT,
@@ -297,13 +312,13 @@ def _hits(sizes: Sizes, streams: Streams) -> list[Plan]:
         plans.append(
             Plan(relation=HIT, name="after a chunk of one page", schedule=cut, streams=(0, 0), inherits=(None, 0))
         )
-    pair = (streams.request(0), streams.request(1), streams.request(0, prompt=longest, new=3))
+    pair = (streams.request(0), streams.request(streams.sibling), streams.request(0, prompt=longest, new=3))
     plans.append(
         Plan(
             relation=HIT,
             name="pages of the same step",
             schedule=Schedule(requests=pair),
-            streams=(0, 1, 0),
+            streams=(0, streams.sibling, 0),
             inherits=(None, 0, 0),
         )
     )
@@ -311,7 +326,7 @@ def _hits(sizes: Sizes, streams: Streams) -> list[Plan]:
 
 
 def _preemptions(sizes: Sizes, streams: Streams) -> list[Plan]:
-    requests, order = _all(streams, range(len(streams)))
+    requests, order = _all(streams, streams.company)
     half = max(1, sizes.longest // 2)
     plans = [
         Plan(
@@ -339,7 +354,8 @@ def _preemptions(sizes: Sizes, streams: Streams) -> list[Plan]:
 def _crossing(sizes: Sizes, streams: Streams) -> tuple[Request, ...]:
     """Requests that all need another page at the same step, the fourth, if they are long enough."""
     requests = []
-    for stream, tokens in enumerate(streams.tokens):
+    for stream in streams.company:
+        tokens = streams.tokens[stream]
         page = (len(tokens) - 3) // sizes.block * sizes.block
         requests.append(streams.request(stream, prompt=page - 2 if page > 2 else None))
     return tuple(requests)

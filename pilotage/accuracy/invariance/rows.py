@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from pilotage.accuracy.invariance.plans import Plan
 
 
-class Way(NamedTuple):
+@dataclass(frozen=True)
+class Way:
     """How one position of a request was computed.
 
     Attributes:

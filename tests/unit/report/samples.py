@@ -9,7 +9,7 @@ from typing import Any
 
 from pilotage.core import store
 from pilotage.core.nouns import Status
-from pilotage.report.record import STAGES, VOYAGE_FILE, StageRecord
+from pilotage.report.record import EXTRAS, STAGES, VOYAGE_FILE, StageRecord
 
 MODEL = "gemma3-270m"
 
@@ -162,6 +162,7 @@ def _arm(name: str, rng: random.Random, *, fault: float) -> dict[str, Any]:
         ],
         "baseline": f"Hugging Face {name}, sdpa attention",
         "n_tokens": len(rows),
+        "kv": kv(rng, fault=fault),
     }
 
 
@@ -231,6 +232,168 @@ def bench(seed: int = 0) -> dict[str, Any]:
     }
 
 
+def kv(rng: random.Random, *, fault: float = 1.0, layers: int = 18) -> dict[str, Any]:
+    """The KV comparison of one arm; layer 3 reads 30 times too far off where there is a fault."""
+
+    def layer(index: int, kind: str) -> dict[str, Any]:
+        size = (30.0 if index == 3 else 1.0) if fault > 1.2 else 1.0
+        return {
+            "layer": f"layers.{index}.self_attn",
+            "kind": kind,
+            "ratio": size,
+            "interval": [size * 0.95, size * 1.05],
+            "heads": [size * rng.uniform(0.8, 1.1) for _ in range(2)],
+            "worst_row": size * 1.4,
+            "worst_at": {"stream": 0, "position": 7, "head": 1},
+            "bhattacharyya": 0.998 if size == 1 else 0.4,
+            "bhattacharyya_says": "pass" if size == 1 else "fail",
+            "least_cosine": 0.999,
+            "tokens": 120,
+            "by_position": [
+                {"stream": s, "positions": list(range(0, 96, 4)), "ratio": [size * rng.uniform(0.5, 1.2)] * 24}
+                for s in range(3)
+            ],
+        }
+
+    return {
+        "layers": [layer(index, kind) for index in range(layers) for kind in "kv"],
+        "verdicts": [verdict("the KV cache is what a clean implementation caches", fault, metric="kv_ratio")],
+        "controls": {},
+    }
+
+
+def tasks(*, difference: float = 0.004) -> dict[str, Any]:
+    def task(name: str, gap: float) -> dict[str, Any]:
+        return {
+            "task": name,
+            "metric": "acc",
+            "status": "pass" if gap > -0.05 else "fail",
+            "paired": {
+                "n": 240,
+                "target": 0.61 + gap,
+                "reference": 0.61,
+                "difference": gap,
+                "interval": [gap - 0.02, gap + 0.02],
+                "p_value": 0.7 if gap > -0.05 else 1e-6,
+                "better": 3,
+                "worse": 2,
+                "test": "exact McNemar",
+            },
+        }
+
+    found = [task("pilotage_facts", difference), task("longbench_passage", 0.0)]
+    return {"model": MODEL, "status": found[0]["status"], "tasks": found, "command": "pilotage validate --level 1"}
+
+
+def invariance(*, broken: bool = False) -> dict[str, Any]:
+    engines = ("float32, eager", "bfloat16, compiled")
+
+    def row(relation: str, engine: str, fail: bool) -> dict[str, Any]:
+        broke = {
+            "prompt": "longest",
+            "position": 33,
+            "computed": "tokens 33 to 73 at 0 of the prefill graph of 72",
+            "difference": 0.3,
+            "bound": 7e-6,
+            "expected": "bounded",
+        }
+        counts = {"bitwise": 40, "bounded": 120}
+        return {
+            "relation": relation,
+            "engine": engine,
+            "condition": "chunks of 17",
+            "status": "fail" if fail else "pass",
+            "expects": "bitwise and bounded",
+            "reason": "",
+            "counted": True,
+            "worst": 0.3 if fail else 1e-6,
+            "verdicts": [verdict(relation, 0.0, metric=m) | {"n": n} for m, n in counts.items()],
+            "broke": [broke] if fail else [],
+            "how": {"engine": {}, "schedule": {}},
+        }
+
+    names = ("batch mates", "chunking", "prefix hit", "preemption")
+    rows = [row(name, engine, broken and name == "chunking") for name in names for engine in engines]
+    matrix = {name: {e: "fail" if broken and name == "chunking" else "pass" for e in engines} for name in names}
+    missing = {
+        "relation": "speculation off and on",
+        "engine": engines[1],
+        "condition": "draft tokens",
+        "status": "not_measured",
+        "reason": "this version of the engine has no speculative decoding",
+        "counted": False,
+        "verdicts": [],
+        "broke": [],
+    }
+    noise = {"row_bound": 7e-6, "pooled_bound": 3e-6, "source": "99.9% prediction limit from 11 clean variants"}
+    return {
+        "model": MODEL,
+        "status": "fail" if broken else "pass",
+        "relations": [*rows, missing],
+        "matrix": matrix,
+        "noise": {"float32": noise, "bfloat16": noise},
+        "receipt": {engine: receipt() for engine in engines},
+        "command": f"pilotage invariance {MODEL}",
+    }
+
+
+SITES = ("input_layernorm", "self_attn.q", "self_attn.k", "self_attn.v", "self_attn.q_rope", "self_attn.k_rope",
+         "self_attn.heads", "self_attn.o_proj", "post_attention_layernorm", "mlp", "")  # fmt: skip
+
+
+def localise(*, fault: bool = False, layers: int = 18) -> dict[str, Any]:
+    rng = random.Random(1)
+    names = ["model.embed_tokens"]
+    names += [f"model.layers.{i}.{site}".rstrip(".") for i in range(layers) for site in SITES]
+    names += ["model.norm", "lm_head"]
+    bad = "model.layers.3.self_attn.q_rope"
+
+    def site(name: str) -> dict[str, Any]:
+        wrong = fault and name == bad
+        score = 40.0 if wrong else rng.uniform(0.3, 0.9)
+        rows = [{"request": r, "positions": list(range(0, 96, 4)), "row": [score * rng.uniform(0.3, 1)] * 24}
+                for r in range(4)]  # fmt: skip
+        return {"site": name, "score": score, "status": "fail" if wrong else "pass", "by_position": rows}
+
+    def arm(name: str) -> dict[str, Any]:
+        depth = [
+            {
+                "site": place,
+                "control": 1e-3 * (1 + index / 40),
+                "target": 1e-3 * (1 + index / 40) * (30 if fault and index >= names.index(bad) else 1.02),
+            }
+            for index, place in enumerate(names)
+        ]
+        return {
+            "arm": name,
+            "target": "paged, eager",
+            "sites": [site(n) for n in names],
+            "depth": depth,
+            "causal": None,
+        }
+
+    culprit = {
+        "module": "model.layers.3.self_attn",
+        "site": "q_rope",
+        "key": bad,
+        "score": 40.0,
+        "what": "rotary positions of the queries",
+        "evidence": {"first_wrong_position": 1},
+    }
+    return {
+        "model": MODEL,
+        "reference": MODEL,
+        "status": "fail" if fault else "pass",
+        "culprits": [culprit] if fault else [],
+        "causal": {"before": 0.2, "after_first": 0.001} if fault else None,
+        "arms": [arm("float32"), arm("bfloat16")],
+        "command": f"pilotage localise {MODEL}",
+    }
+
+
+EXTRA_RESULTS = {"tasks": tasks, "invariance": invariance, "localise": localise}
+
+
 RESULTS = {
     "diff": diff,
     "implement": lambda: {"architecture": "Gemma3ForCausalLM", "supported": True, "files": []},
@@ -253,9 +416,22 @@ def record(stage: str, status: Status = Status.PASS, **changes: Any) -> StageRec
         "command": f"pilotage {stage} {MODEL}",
         "exit_code": 0,
         "log": f"logs/{stage}.log",
-        "result": RESULTS[stage](),
+        "result": {**RESULTS, **EXTRA_RESULTS}[stage](),
     }
     return StageRecord(**{**values, **changes})
+
+
+def extras(*, fault: bool = False) -> dict[str, StageRecord]:
+    """Records of all extra checks, passing or not."""
+    status = Status.FAIL if fault else Status.PASS
+    found = {
+        "tasks": tasks(difference=-0.2 if fault else 0.004),
+        "invariance": invariance(broken=fault),
+        "localise": localise(fault=fault),
+    }
+    return {
+        name: record(name, status, result=result, reason="at fault" if fault else "") for name, result in found.items()
+    }
 
 
 def write_run(directory: Path, *, leave_out: tuple[str, ...] = (), **records: StageRecord) -> Path:
@@ -274,7 +450,7 @@ def write_run(directory: Path, *, leave_out: tuple[str, ...] = (), **records: St
             "machine": {"cpu": "A CPU", "cores": 2, "memory": "16 GB"},
         },
     )
-    for stage in STAGES:
+    for stage in (*STAGES, *(extra for extra in EXTRAS if extra.name in records)):
         if stage.name not in leave_out:
             store.write_json(directory / stage.file, records.get(stage.name, record(stage.name)).to_json())
     return directory

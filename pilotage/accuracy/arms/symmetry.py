@@ -20,9 +20,14 @@ _HIDDEN_DIM = (
     (r"(.*\.)?embed_tokens\.weight|lm_head\.weight", 1),
     (r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight", 1),
     (r".*\.(o_proj|down_proj)\.(weight|bias)", 0),
+    (r".*\.(gate|router)\.weight", 1),
+    (r".*\.experts\.down_proj_bias", 1),
     (r"(.*\.)?(\w+layernorm|norm)\.weight", 0),
 )
-_NO_HIDDEN_DIM = r".*\.((q_norm|k_norm)\.weight|(q_proj|k_proj|v_proj|gate_proj|up_proj)\.bias)"
+_NO_HIDDEN_DIM = (
+    r".*\.((q_norm|k_norm)\.weight|(q_proj|k_proj|v_proj|gate_proj|up_proj|router)\.bias"
+    r"|sinks|experts\.gate_up_proj_bias)"
+)
 
 
 def _permute(parameter: Tensor, dim: int, order: Tensor) -> None:
@@ -41,6 +46,9 @@ def permute_hidden(model: Any, seed: int) -> None:
     plan: list[tuple[Tensor, int]] = []
     for name, parameter in model.named_parameters():  # tied parameters appear once
         dims = [dim for pattern, dim in _HIDDEN_DIM if re.fullmatch(pattern, name)]
+        if re.fullmatch(r".*\.experts\.(gate_up_proj|down_proj)", name):
+            inputs_first = _inputs_first(model.get_submodule(name.rpartition(".")[0]), name, width)
+            dims = [1 if inputs_first == name.endswith("gate_up_proj") else 2]
         if re.fullmatch(_NO_HIDDEN_DIM, name):
             continue
         if not dims or parameter.shape[dims[0]] != width:
@@ -62,25 +70,59 @@ def permute_inner(model: Any, seed: int) -> None:
     plan: list[tuple[Tensor, int, Tensor]] = []
     for index, layer in enumerate(_layers(model)):
         try:
-            attention, mlp = layer.self_attn, layer.mlp
+            attention = layer.self_attn
             q, k, v, o = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
-            gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
             head = int(attention.head_dim)
+            blocks = _inner_channels(layer.mlp, model.get_input_embeddings().weight.shape[1], generator)
         except AttributeError as error:
             raise Unsupported(f"unknown structure ({error})", where=f"layers.{index}") from error
         kv_heads, queries = k.weight.shape[0] // head, q.weight.shape[0] // head
         group = queries // kv_heads
         kv_order = torch.randperm(kv_heads, generator=generator)
         q_order = torch.cat([kv * group + torch.randperm(group, generator=generator) for kv in kv_order.tolist()])
-        inner = torch.randperm(gate.weight.shape[0], generator=generator)
         q_rows, kv_rows = _rows(q_order, head), _rows(kv_order, head)
-        for module, rows in ((q, q_rows), (k, kv_rows), (v, kv_rows), (gate, inner), (up, inner)):
+        for module, rows in ((q, q_rows), (k, kv_rows), (v, kv_rows)):
             plan.append((module.weight, 0, rows))
             if module.bias is not None:
                 plan.append((module.bias, 0, rows))
-        plan += [(o.weight, 1, q_rows), (down.weight, 1, inner)]
+        if getattr(attention, "sinks", None) is not None:
+            plan.append((attention.sinks, 0, q_order))
+        plan += [(o.weight, 1, q_rows), *blocks]
     for parameter, dim, order in plan:
         _permute(parameter, dim, order)
+
+
+def _inner_channels(mlp: Any, hidden_size: int, generator: torch.Generator) -> list[tuple[Tensor, int, Tensor]]:
+    """Plan the permutation of an MLP's inner channels, or of all its experts' alike."""
+    experts = getattr(mlp, "experts", None)
+    if experts is None:
+        inner = torch.randperm(mlp.gate_proj.weight.shape[0], generator=generator)
+        found = [(mlp.gate_proj.weight, 0, inner), (mlp.up_proj.weight, 0, inner), (mlp.down_proj.weight, 1, inner)]
+        return found + [(part.bias, 0, inner) for part in (mlp.gate_proj, mlp.up_proj) if part.bias is not None]
+    inputs_first = _inputs_first(experts, "experts", hidden_size)
+    size = experts.down_proj.shape[1 if inputs_first else 2]
+    inner = torch.randperm(size, generator=generator)
+    # Stored with inputs first, gate and up alternate (gpt-oss); else gate's rows come first.
+    both = (2 * inner[:, None] + torch.arange(2)).flatten() if inputs_first else torch.cat((inner, inner + size))
+    found = [
+        (experts.gate_up_proj, 2 if inputs_first else 1, both),
+        (experts.down_proj, 1 if inputs_first else 2, inner),
+    ]
+    bias = getattr(experts, "gate_up_proj_bias", None)
+    return found if bias is None else [*found, (bias, 1, both)]
+
+
+def _inputs_first(experts: Any, name: str, hidden_size: int) -> bool:
+    """Whether experts' weights are [E, in, out]; told by where gate_up_proj has the hidden size.
+
+    Raises:
+        Unsupported: both or none of the two have that size.
+    """
+    shape = experts.gate_up_proj.shape
+    found = [size == hidden_size for size in shape[1:]]
+    if len(shape) != 3 or sum(found) != 1:
+        raise Unsupported(f"the layout of gate_up_proj {tuple(shape)} is not known", where=name)
+    return found[0]
 
 
 def _rows(heads: Tensor, head_size: int) -> Tensor:

@@ -36,6 +36,7 @@ class ArmResult:
         baseline: what the target was compared with.
         controls: what the bound came from.
         n_tokens: rows compared.
+        kv: the layers of the KV cache, JSON-ready; None where it was not read.
     """
 
     arm: str
@@ -47,6 +48,7 @@ class ArmResult:
     baseline: str
     controls: dict[str, Any]
     n_tokens: int
+    kv: dict[str, Any] | None = None
 
     @property
     def status(self) -> Status:
@@ -63,6 +65,7 @@ class ArmResult:
             "ties": self.ties,
             "controls": self.controls,
             "n_tokens": self.n_tokens,
+            "kv": self.kv,
         }
 
 

@@ -7,15 +7,18 @@ travel from one module to the next: the one that fails is the one at fault, or c
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from pilotage.accuracy import gates, metrics
 from pilotage.accuracy.arms import hf
-from pilotage.accuracy.arms.module import HFModules, OurModules
+from pilotage.accuracy.arms.module import CONTEXT, HFModules, Job, OurModules
+from pilotage.accuracy.arms.ranked import answers
+from pilotage.core import sites
 from pilotage.core.nouns import Status, Verdict, worst
 
 # Norms are run a second time on inputs this many times larger than the square root of their epsilon: under ordinary
@@ -23,6 +26,24 @@ from pilotage.core.nouns import Status, Verdict, worst
 SMALL = 3.0
 # Positions at which RoPE is compared besides those of the stream, up to the model's longest.
 FAR = (1000, 5000, 20000, 100000)
+# A twin's window is 16.
+TWIN_TOKENS = 70
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePlan:
+    """Which modules are checked, and how.
+
+    Attributes:
+        patterns: module names relative to the decoder (`layers.*.mlp`, `layers.[0-3].self_attn`, `norm`); None for the
+            first layer of each kind, the last layer, and what is outside of layers.
+        weights: "real", or "perturbed": a tiny twin of the architecture whose weights hide nothing.
+        ranks: tensor-parallel ranks, each a process of its own when there are several.
+    """
+
+    patterns: Sequence[str] | None = None
+    weights: Literal["real", "perturbed"] = "real"
+    ranks: int = 1
 
 
 def layer_types(hf_model: Any, layers: int) -> list[str]:
@@ -55,6 +76,7 @@ def check(
     *,
     dtypes: Sequence[str] = ("bfloat16", "float32"),
     rounded: torch.dtype | None = None,
+    plan: ModulePlan | None = None,
 ) -> list[dict[str, Any]]:
     """Check the modules of a checkpoint's served model.
 
@@ -69,69 +91,102 @@ def check(
     Returns:
         For each module and dtype {"module", "kind", "dtype", "verdict"}.
     """
+    plan = plan or ModulePlan()
     decoder = fp32.get_decoder()
     types = layer_types(fp32, len(decoder.layers))
-    layers = chosen(types)
-    wanted = names(decoder, layers)
+    wanted, ropes = listed(fp32, plan.patterns)
     expected = HFModules(fp32, tokens, [name for name, _ in wanted])
     results = []
     for dtype_name in dtypes:
         dtype = getattr(torch, dtype_name)
         if dtype is torch.float32:
-            fp32.set_attn_implementation("eager")
+            hf.set_attention(fp32, "eager")
             baseline = HFModules(fp32, tokens, [name for name, _ in wanted])
-            other = fp32
         else:
-            other = hf.load(reference, dtype, rounded_to=rounded)
-            baseline = HFModules(other, tokens, [name for name, _ in wanted])
-        ours = OurModules(target, dtype, len(tokens))
-        for name, kind, values in _outputs(wanted, types, expected, baseline, ours, fp32):
-            verdicts = _judge(name, dtype, *values)
-            results.append(_entry(name, kind, dtype_name, verdicts))
-        for kind in dict.fromkeys(types):
-            name = "rotary_emb" if len(set(types)) == 1 else f"rotary_emb ({kind})"
-            results.append(_entry(name, "rope", dtype_name, _rope(name, kind, fp32, expected, baseline, ours)))
-        fp32.set_attn_implementation("sdpa")
+            baseline = HFModules(hf.load(reference, dtype, rounded_to=rounded), tokens, [name for name, _ in wanted])
+        jobs = [*_jobs(wanted, types, expected, dtype), *_rope_jobs(ropes, types, fp32, expected)]
+        ours = answers(target, dtype, len(tokens), jobs, ranks=plan.ranks)
+        for job, found in zip(jobs, ours, strict=True):
+            if job.kind == "rope":
+                results.append(_entry(job.label, job.kind, dtype_name, _rope(job, found, fp32, expected, baseline)))
+                continue
+            for label, values in _compared(job, found, expected, baseline, fp32):
+                results.append(_entry(label, job.kind, dtype_name, _judge(label, dtype, *values)))
+        hf.set_attention(fp32, "sdpa")
     return results
 
 
-def _outputs(
-    wanted: Sequence[tuple[str, str]],
-    types: Sequence[str],
-    expected: HFModules,
-    baseline: HFModules,
-    ours: OurModules,
-    fp32: Any,
-) -> Iterator[tuple[str, str, tuple[Tensor | None, Tensor, Tensor]]]:
-    """Yield name, kind and (target, expected, baseline) of every module; the target is None where we have none."""
+def check_twin(checkpoint: Path, *, dtypes: Sequence[str], plan: ModulePlan) -> list[dict[str, Any]]:
+    """Check the modules of a tiny twin of a checkpoint's architecture, with perturbed weights; see `check`.
+
+    Its config keeps every flag of the original. Sizes are small and unequal, and no weight has its neutral value.
+    """
+    import tempfile
+
+    from pilotage.arch import source, twin
+
+    with tempfile.TemporaryDirectory(prefix="pilotage-twin-") as directory:
+        path = twin.build(twin.shrink(source.load_config(str(checkpoint)).to_dict()), Path(directory) / "twin")
+        model = hf.load(path, torch.float32)
+        vocabulary = model.get_input_embeddings().weight.shape[0]
+        tokens = torch.randint(5, vocabulary, (TWIN_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+        return check(path, path, model, tokens, dtypes=dtypes, plan=plan)
+
+
+def listed(model: Any, patterns: Sequence[str] | None) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return (name, kind) of the modules that a plan means, and the kinds of layer whose RoPE is compared.
+
+    Raises:
+        ConfigError: a pattern that means nothing.
+    """
+    decoder = model.get_decoder()
+    types = layer_types(model, len(decoder.layers))
+    if patterns is None:
+        return names(decoder, chosen(types)), list(dict.fromkeys(types))
+    everything = names(decoder, range(len(types)))
+    known = [*(name for name, _ in everything), "rotary_emb"]
+    picked = sites.select(patterns, known, where="--module")
+    return [entry for entry in everything if entry[0] in picked], (
+        list(dict.fromkeys(types)) if "rotary_emb" in picked else []
+    )
+
+
+def _jobs(
+    wanted: Sequence[tuple[str, str]], types: Sequence[str], expected: HFModules, dtype: torch.dtype
+) -> list[Job]:
+    """Ask every module for its output at the input that it has in the reference, norms at a small one as well."""
+    jobs = []
     for name, kind in wanted:
         x = expected.calls[name].x
         if x.is_floating_point():
-            x = x.to(ours.dtype).float()
-        target: Tensor | None = None
-        if ours.module(name) is not None:
-            if kind == "embedding":
-                target = ours.embed(x)
-            elif kind in ("attention", "decoder layer"):
-                target = ours.with_context(name, x, types[int(name.split(".")[1])])
-            else:
-                target = ours.run(name, x)
-        if kind in ("attention", "decoder layer"):
-            # The reference's masks and positions are those of its own forward in its own attention implementation.
-            before = fp32.config._attn_implementation
-            fp32.set_attn_implementation("sdpa")
-            truth = expected.run(name, x)
-            fp32.set_attn_implementation(before)
-        else:
-            truth = expected.run(name, x)
-        yield name, kind, (target, truth, baseline.run(name, x))
-        if kind == "norm" and ours.module(name) is not None:
-            eps = _epsilon(expected.decoder.get_submodule(name))
-            if eps is not None:
-                small = x * (SMALL * eps**0.5 / x.square().mean().sqrt())
-                small = small.to(ours.dtype).float()
-                values = (ours.run(name, small), expected.run(name, small), baseline.run(name, small))
-                yield f"{name} (small input)", kind, values
+            x = x.to(dtype).float()
+        layer = types[int(name.split(".")[1])] if kind in CONTEXT else ""
+        jobs.append(Job(name=name, kind=kind, label=name, x=x, layer_type=layer))
+        eps = _epsilon(expected.decoder.get_submodule(name)) if kind == "norm" else None
+        if eps is not None:
+            small = (x * (SMALL * eps**0.5 / x.square().mean().sqrt())).to(dtype).float()
+            jobs.append(Job(name=name, kind=kind, label=f"{name} (small input)", x=small, layer_type=""))
+    return jobs
+
+
+def _compared(
+    job: Job, target: Tensor | None, expected: HFModules, baseline: HFModules, fp32: Any
+) -> Iterator[tuple[str, tuple[Tensor | None, Tensor, Tensor]]]:
+    """Yield a label and (target, expected, baseline); of attention the decode steps once more by themselves."""
+    if job.kind in CONTEXT:
+        # The reference's masks and positions are those of its own forward in its own attention implementation.
+        before = fp32.config._attn_implementation
+        hf.set_attention(fp32, "sdpa")
+        truth = expected.run(job.name, job.x)
+        fp32.set_attn_implementation(before)
+    else:
+        truth = expected.run(job.name, job.x)
+    other = baseline.run(job.name, job.x)
+    yield job.label, (target, truth, other)
+    if job.kind in CONTEXT and target is not None and target.shape == truth.shape:
+        rows = min(OurModules.DECODED, truth.shape[1] - 1)
+        if rows > 0:
+            yield f"{job.label} (decode)", (target[:, -rows:], truth[:, -rows:], other[:, -rows:])
 
 
 def _epsilon(norm: Any) -> float | None:
@@ -148,15 +203,30 @@ def _judge(name: str, dtype: torch.dtype, target: Tensor | None, expected: Tenso
     return gates.three_way(target, expected, baseline, rtol=metrics.RMS_FLOOR, name=name)
 
 
-def _rope(name: str, kind: str, fp32: Any, expected: HFModules, baseline: HFModules, ours: OurModules) -> list[Verdict]:
+def _rope_jobs(kinds: Sequence[str], types: Sequence[str], fp32: Any, expected: HFModules) -> list[Job]:
     longest = int(fp32.config.get_text_config().max_position_embeddings)
     positions = torch.tensor(
         sorted({*range(expected.tokens.shape[1]), *(far for far in FAR if far < longest), longest - 1})
     )
-    tables = [torch.stack(arm.rope(positions, kind)).float() for arm in (ours, expected, baseline)]
+    single = len(set(types)) == 1
+    return [
+        Job(
+            name="rotary_emb",
+            kind="rope",
+            label="rotary_emb" if single else f"rotary_emb ({kind})",
+            x=positions,
+            layer_type=kind,
+        )
+        for kind in kinds
+    ]
+
+
+def _rope(job: Job, ours: Tensor | None, fp32: Any, expected: HFModules, baseline: HFModules) -> list[Verdict]:
+    assert ours is not None
+    tables = [torch.stack(arm.rope(job.x, job.layer_type)).float() for arm in (expected, baseline)]
     # An fp32 angle at position p is itself uncertain by p eps / 2, whoever computes it.
-    rtol = metrics.FLOAT32_EPS * longest
-    return gates.three_way(*tables, rtol=rtol, name=name)
+    rtol = metrics.FLOAT32_EPS * int(fp32.config.get_text_config().max_position_embeddings)
+    return gates.three_way(ours.float(), *tables, rtol=rtol, name=job.label)
 
 
 def _entry(name: str, kind: str, dtype: str, verdicts: Sequence[Verdict]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import platform
 import time
@@ -14,11 +15,14 @@ import torch
 from torch import Tensor
 
 from pilotage.accuracy import comparison, controls, metrics, prompts, same_config
+from pilotage.accuracy import kv as kv_cache
 from pilotage.accuracy import modules as module_checks
 from pilotage.accuracy.arms import hf
 from pilotage.accuracy.arms.base import Stream
 from pilotage.accuracy.comparison import ArmResult, Reference
 from pilotage.accuracy.gates import ControlErrors
+from pilotage.accuracy.modules import ModulePlan
+from pilotage.accuracy.tasks.plan import TaskPlan
 from pilotage.core.errors import BadInput
 from pilotage.core.nouns import Observation, Status, Verdict, worst
 
@@ -42,6 +46,7 @@ class Validation:
         streams: tokens that were forced.
         seconds: time of each part.
         command: how to do it again.
+        tasks: results of level 1, JSON-ready.
     """
 
     model: str
@@ -52,11 +57,14 @@ class Validation:
     streams: list[Stream]
     command: str
     seconds: dict[str, float] = field(default_factory=dict)
+    tasks: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def status(self) -> Status:
         modules = [Status(module["verdict"]["status"]) for module in self.modules]
-        return worst([*(arm.status for arm in self.arms), *modules, *(verdict.status for verdict in self.verdicts)])
+        tasks = [Status(task["status"]) for task in self.tasks]
+        verdicts = [verdict.status for verdict in self.verdicts]
+        return worst([*tasks, *(arm.status for arm in self.arms), *modules, *verdicts])
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON; a number that is not finite, for which JSON has no word, becomes null."""
@@ -67,6 +75,7 @@ class Validation:
             "model": self.model,
             "reference": self.reference,
             "status": self.status.value,
+            "tasks": self.tasks,
             "arms": [arm.to_json() for arm in self.arms],
             "modules": self.modules,
             "verdicts": [verdict.to_json() for verdict in self.verdicts],
@@ -107,6 +116,7 @@ class Side:
         baseline_name: how they were computed.
         controls: measured clean controls.
         about: how the controls were had, for the report.
+        kv: the same for the KV cache; None where it is not compared.
     """
 
     arm: str
@@ -114,6 +124,7 @@ class Side:
     baseline_name: str
     controls: list[ControlErrors]
     about: dict[str, Any]
+    kv: kv_cache.KVSide | None = None
 
 
 def prompt_ids(path: Path, spec: ArchSpec) -> tuple[list[list[int]], int]:
@@ -140,7 +151,15 @@ def _encoder(path: Path) -> Callable[[str], list[int]] | None:
     return encode
 
 
-def hugging_face(reference: Reference, model: Any, arm: str, key: Sequence[Any], *, rounded: Any = None) -> Side:
+def hugging_face(
+    reference: Reference,
+    model: Any,
+    arm: str,
+    key: Sequence[Any],
+    *,
+    rounded: Any = None,
+    kv: kv_cache.Cache | None = None,
+) -> Side:
     """Measure baseline and controls of one dtype.
 
     Args:
@@ -149,18 +168,29 @@ def hugging_face(reference: Reference, model: Any, arm: str, key: Sequence[Any],
         arm: dtype.
         key: what the reference's checkpoint and rounding are, for the cache.
         rounded: dtype that the reference's weights were rounded to, or None.
+        kv: the reference's KV cache, for a comparison of that as well.
     """
     dtype = getattr(torch, arm)
+    side: kv_cache.KVSide | None = None
+
+    def cached_side(other: Any) -> kv_cache.KVSide | None:
+        if kv is None:
+            return None
+        baseline = [hf.keys_values(other, stream) for stream in reference.streams]
+        return kv_cache.side(other, reference.streams, kv, baseline, [*key, arm])
+
     skip: tuple[str, ...] = ()
     if dtype is torch.float32:
         # The reference itself runs sdpa: its baseline is the same model under the other attention implementation.
-        model.set_attn_implementation("eager")
+        hf.set_attention(model, "eager")
         baseline = comparison.joined(hf.HFArm(model, "baseline"), reference.streams)
-        model.set_attn_implementation("sdpa")
+        side = cached_side(model)
+        hf.set_attention(model, "sdpa")
         name, skip = "Hugging Face float32, eager attention", (controls.EAGER,)
     else:
         model = hf.load(reference.path, dtype, rounded_to=rounded)
         baseline = comparison.joined(hf.HFArm(model, "baseline"), reference.streams)
+        side = cached_side(model)
         name = f"Hugging Face {arm}, sdpa attention"
     errors = metrics.row_errors(baseline, reference.logits)
     tokens = [[list(stream.tokens), stream.prompt, list(stream.positions)] for stream in reference.streams]
@@ -169,7 +199,7 @@ def hugging_face(reference: Reference, model: Any, arm: str, key: Sequence[Any],
         lambda: controls.measure(model, reference.streams, reference.logits, errors, reference.phases, skip=skip),
     )
     about = {"from_cache": from_cache, "missing": missing, "rms_ratio": {c.name: c.estimate for c in found}}
-    return Side(arm=arm, baseline=baseline, baseline_name=name, controls=found, about=about)
+    return Side(arm=arm, baseline=baseline, baseline_name=name, controls=found, about=about, kv=side)
 
 
 def storage_dtype(path: Path) -> torch.dtype:
@@ -212,18 +242,31 @@ def validate(
     arms: Sequence[str] = ARMS,
     eager: bool = False,
     modules: bool = True,
+    kv: bool = True,
+    levels: Sequence[int] | None = None,
+    tasks: TaskPlan | None = None,
+    checks: ModulePlan | None = None,
+    prompt_tokens: Sequence[Sequence[int]] | None = None,
     command: str = "",
     observe: Observe | None = None,
 ) -> Validation:
-    """Compare a served model with Hugging Face's, teacher-forced through the real engine.
+    """Compare a served model with Hugging Face's on up to three levels.
+
+    Level 1 runs tasks; what deviates there becomes the prompts of level 2 unless every task passed. Level 2
+    teacher-forces the real engine and compares logits and KV cache. Level 3 compares single modules.
 
     Args:
         model: MODEL of the command line.
         reference: a checkpoint to compare with instead of the model's own.
-        arms: dtypes.
+        arms: dtypes of levels 2 and 3.
         eager: do not compile the engine's graphs. The fp32 arm never does: it judges the model's code, and nobody
             serves its graphs; the serving dtype's arm judges what is shipped.
-        modules: run the module checks as well.
+        modules: False leaves level 3 out.
+        kv: compare the KV cache at level 2.
+        levels: of 1, 2 and 3; None for 2 and 3.
+        tasks: what level 1 runs; None for the task that ships with pilotage.
+        checks: which modules level 3 compares, and how; None for one layer of each kind, and the last.
+        prompt_tokens: prompts of level 2 instead of the built-in ones.
         command: the command line, for the report.
         observe: replaces the engine: (arm, streams) -> observation. For measuring the gates themselves.
 
@@ -236,6 +279,9 @@ def validate(
     unknown = [arm for arm in arms if arm not in ARMS]
     if unknown:
         raise BadInput(f"no arm is called {unknown[0]!r}", where="--arm", do=f"use {' or '.join(ARMS)}")
+    chosen = {level for level in levels or (2, 3) if modules or level != 3}
+    if not chosen or chosen - {1, 2, 3}:
+        raise BadInput(f"there are levels 1, 2 and 3, not {sorted(chosen)}", where="--level")
     clock = Clock()
     path = source.resolve(model)
     ref_path = source.resolve(reference) if reference is not None else path
@@ -243,53 +289,86 @@ def validate(
     ref_spec = ArchSpec.from_hf(source.load_config(str(ref_path)))
     verdicts = [same_config.config_verdict(spec, ref_spec)] if ref_path != path else []
 
+    done: list[dict[str, Any]] = []
+    if 1 in chosen:
+        from pilotage.accuracy.tasks import run as level_1
+
+        tasks = tasks or TaskPlan()
+        found = level_1.run(path, ref_path, tasks, eager=eager)
+        done = [result.to_json() for result in found]
+        handed_on = level_1.deviating(found, tasks.hand_on)
+        clock("tasks")
+        if handed_on and any(result.status is not Status.PASS for result in found):
+            chosen.add(2)
+            prompt_tokens = handed_on
+
     stored, ref_stored = storage_dtype(path), storage_dtype(ref_path)
     # A checkpoint converted to fewer bits is compared with its original rounded the same way.
     rounded = stored if stored != ref_stored and stored.itemsize < ref_stored.itemsize else None
-    hf_model = hf.load(ref_path, torch.float32, rounded_to=rounded)
-    ids, new_tokens = prompt_ids(ref_path, ref_spec)
-    truth = comparison.reference(ref_path, hf_model, ids, new_tokens)
-    clock("hf_float32")
-    key = [controls.digest(ref_path), str(rounded)]
-    sides = []
-    for arm in arms:
-        sides.append(hugging_face(truth, hf_model, arm, key, rounded=rounded))
-        clock(f"controls_{arm}")
-
-    results = []
-    for side in sides:
-        if observe is not None:
-            observation = observe(side.arm, truth.streams)
-        else:
-            from pilotage.accuracy.arms.engine import EngineArm
-
-            uncompiled = eager or side.arm == "float32"
-            observation = EngineArm(path, side.arm, enforce_eager=uncompiled).observe(truth.streams)
-        results.append(
-            comparison.compare(
-                truth,
-                torch.cat(list(observation.logits)),
-                side.baseline,
-                side.controls,
-                arm=side.arm,
-                about=side.about,
-                receipt=observation.receipt,
-                baseline_name=side.baseline_name,
-            )
-        )
-        clock(f"engine_{side.arm}")
-    checked = []
-    if modules:
-        longest = max(truth.streams, key=lambda stream: len(stream.tokens))
-        checked = module_checks.check(path, ref_path, hf_model, longest.tokens, dtypes=arms, rounded=rounded)
-        clock("modules")
+    results: list[ArmResult] = []
+    checked: list[dict[str, Any]] = []
+    streams: list[Stream] = []
+    if chosen & {2, 3}:
+        hf_model = hf.load(ref_path, torch.float32, rounded_to=rounded)
+        ids, new_tokens = prompt_ids(ref_path, ref_spec)
+        tokens: Sequence[int] = max(ids, key=len)
+        if 2 in chosen:
+            truth = comparison.reference(ref_path, hf_model, list(prompt_tokens or ids), new_tokens)
+            streams = truth.streams
+            clock("hf_float32")
+            key = [controls.digest(ref_path), str(rounded)]
+            cache = [hf.keys_values(hf_model, stream) for stream in streams] if kv else None
+            sides = []
+            for arm in arms:
+                sides.append(hugging_face(truth, hf_model, arm, key, rounded=rounded, kv=cache))
+                clock(f"controls_{arm}")
+            for side in sides:
+                results.append(_arm(path, side, truth, cache, eager=eager, observe=observe))
+                clock(f"engine_{side.arm}")
+            tokens = max(streams, key=lambda stream: len(stream.tokens)).tokens
+        if 3 in chosen:
+            plan = checks or ModulePlan()
+            if plan.weights == "perturbed":
+                checked = module_checks.check_twin(path, dtypes=arms, plan=plan)
+            else:
+                checked = module_checks.check(path, ref_path, hf_model, tokens, dtypes=arms, rounded=rounded, plan=plan)
+            clock("modules")
     return Validation(
         model=model,
         reference=reference or model,
         arms=results,
         modules=checked,
         verdicts=verdicts,
-        streams=truth.streams,
+        streams=streams,
         command=command,
         seconds=clock.seconds,
+        tasks=done,
     )
+
+
+def _arm(
+    path: Path, side: Side, truth: Reference, cache: kv_cache.Cache | None, *, eager: bool, observe: Observe | None
+) -> ArmResult:
+    """Run the target in one dtype and judge it."""
+    if observe is not None:
+        observation = observe(side.arm, truth.streams)
+    else:
+        from pilotage.accuracy.arms.engine import EngineArm
+
+        uncompiled = eager or side.arm == "float32"
+        arm = EngineArm(path, side.arm, enforce_eager=uncompiled, kv=side.kv is not None)
+        observation = arm.observe(truth.streams)
+    result = comparison.compare(
+        truth,
+        torch.cat(list(observation.logits)),
+        side.baseline,
+        side.controls,
+        arm=side.arm,
+        about=side.about,
+        receipt=observation.receipt,
+        baseline_name=side.baseline_name,
+    )
+    if side.kv is None or cache is None or not observation.kv:
+        return result
+    found = kv_cache.judge(observation.kv, cache, side.kv, arm=side.arm)
+    return dataclasses.replace(result, verdicts=[*result.verdicts, *found.verdicts], kv=found.to_json())

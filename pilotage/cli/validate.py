@@ -34,22 +34,72 @@ def verb(app: typer.Typer) -> None:
         arm: Annotated[
             list[str] | None, typer.Option(metavar="DTYPE", help="Only this arm: bfloat16 or float32.")
         ] = None,
+        level: Annotated[
+            list[int] | None,
+            typer.Option(
+                "--level", min=1, max=3, help="1 tasks, 2 tokens and KV cache, 3 modules; repeatable. [default: 2, 3]"
+            ),
+        ] = None,
+        task: Annotated[
+            list[str] | None,
+            typer.Option(
+                metavar="TASK", help="Level 1: an lm-eval task name, or a task file or directory. [default: our own]"
+            ),
+        ] = None,
+        threshold: Annotated[
+            list[str] | None,
+            typer.Option(
+                metavar="TASK[/METRIC]=SCORE", help="Level 1: the least score, or a mean and tolerance: 0.45+-0.03."
+            ),
+        ] = None,
+        limit: Annotated[int | None, typer.Option(min=1, help="Level 1: only the first items of each task.")] = None,
+        num_fewshot: Annotated[int | None, typer.Option(min=0, help="Level 1: examples before each item.")] = None,
+        max_length: Annotated[int | None, typer.Option(min=2, help="Level 1: longest request in tokens.")] = None,
+        through: Annotated[
+            str, typer.Option(metavar="WAY", help="Level 1: reach the target through a server, or an engine.")
+        ] = "server",
+        module: Annotated[
+            list[str] | None, typer.Option(metavar="PATTERN", help="Level 3: only these modules: layers.*.mlp.")
+        ] = None,
+        weights: Annotated[
+            str, typer.Option(metavar="KIND", help="Level 3: real, or perturbed (a tiny twin of the architecture).")
+        ] = "real",
+        ranks: Annotated[int, typer.Option(min=1, help="Level 3: tensor-parallel ranks.")] = 1,
         modules: Annotated[bool, typer.Option(help="Check single modules as well.")] = True,
         eager: Annotated[
             bool, typer.Option("--eager", help="Do not compile the engine's graphs (float32 never does).")
         ] = False,
         json: Json = False,
     ) -> None:
-        """Teacher-force the fp32 reference's tokens through the real engine and judge its errors by clean controls.
+        """Compare a served model with Hugging Face's: tasks, tokens and KV cache, modules.
+
+        Level 1 runs tasks on both and hands what deviates to level 2. Level 2 teacher-forces the fp32 reference's
+        tokens through the real engine and judges its errors by clean controls. Level 3 compares single modules.
 
         Exits with 0 if everything passes, 1 if anything fails, 2 if something could not be measured.
         """
         from pilotage.accuracy import validate as accuracy
+        from pilotage.accuracy.modules import ModulePlan
+        from pilotage.accuracy.tasks import plan
 
         result = accuracy.validate(
             model,
             reference=reference,
             arms=tuple(arm or accuracy.ARMS),
+            levels=level,
+            tasks=plan.TaskPlan(
+                tasks=tuple(task or (plan.OWN_TASK,)),
+                thresholds=tuple(plan.threshold(text) for text in threshold or ()),
+                limit=limit,
+                num_fewshot=num_fewshot,
+                max_length=max_length,
+                through=_one_of(through, ("server", "engine"), "--through"),
+            ),
+            checks=ModulePlan(
+                patterns=tuple(module) if module else None,
+                weights=_one_of(weights, ("real", "perturbed"), "--weights"),
+                ranks=ranks,
+            ),
             modules=modules,
             eager=eager,
             command=shlex.join(["pilotage", *sys.argv[1:]]),
@@ -59,6 +109,14 @@ def verb(app: typer.Typer) -> None:
         else:
             _show(result)
         raise typer.Exit(result.status.exit_code)
+
+
+def _one_of(value: str, known: tuple[str, ...], where: str) -> Any:
+    from pilotage.core.errors import BadInput
+
+    if value not in known:
+        raise BadInput(f"{value!r} is neither {' nor '.join(known)}", where=where)
+    return value
 
 
 def _number(value: float | None) -> str:
@@ -75,15 +133,25 @@ def _show(result: Validation) -> None:
     console.print(_verdicts(result))
     for source in dict.fromkeys(verdict.bound_source for verdict in _all(result)):
         console.print(f"[dim]bound: {source}[/dim]", highlight=False)
+    if result.tasks:
+        console.print(_tasks(result))
     if result.modules:
         console.print(_modules(result))
-    console.print(_numbers(result))
+    if result.arms:
+        console.print(_numbers(result))
     spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result.seconds.items())
     console.print(f"[dim]{spent}[/dim]", highlight=False)
 
 
 def _all(result: Validation) -> list[Verdict]:
-    return [*result.verdicts, *(verdict for arm in result.arms for verdict in arm.verdicts)]
+    from pilotage.core.nouns import Status, Verdict
+
+    tasks = [
+        Verdict(**{**verdict, "status": Status(verdict["status"])})
+        for task in result.tasks
+        for verdict in task["verdicts"]
+    ]
+    return [*result.verdicts, *tasks, *(verdict for arm in result.arms for verdict in arm.verdicts)]
 
 
 def _verdicts(result: Validation) -> Any:
@@ -95,6 +163,13 @@ def _verdicts(result: Validation) -> Any:
         style = STYLES[verdict.status.value]
         interval = f"{_number(verdict.interval[0])} to {_number(verdict.interval[1])}" if verdict.interval else ""
         claim = verdict.claim
+        if verdict.status.value == "not_measured":
+            claim += f"\n  {verdict.bound_source}"
+        if "layer" in verdict.evidence:
+            claim += f" (largest: {verdict.evidence['layer']}, {verdict.evidence['kind']})"
+        if verdict.evidence.get("disagree"):
+            said = verdict.evidence["bhattacharyya_says"].replace("_", " ")
+            claim += f"\n  a Bhattacharyya coefficient of {_number(verdict.evidence['bhattacharyya'])} says {said}"
         if "position" in verdict.evidence:
             claim += f" (largest: stream {verdict.evidence['stream']}, position {verdict.evidence['position']})"
         for name, values in verdict.evidence.get("differing", {}).items():
@@ -132,6 +207,28 @@ def _numbers(result: Validation) -> Any:
         columns.append(cells)
     for name in columns[0] if columns else []:
         table.add_row(name, *(cells[name] for cells in columns))
+    return table
+
+
+def _tasks(result: Validation) -> Any:
+    from rich.table import Table
+
+    columns = ("task", "metric", "items", "target", "reference", "difference", "95% interval", "p", "deviating")
+    table = Table(*columns, title="tasks", title_justify="left")
+    for task in result.tasks:
+        for metric, found in task["metrics"].items():
+            low, high = found["interval"]
+            table.add_row(
+                task["task"],
+                metric,
+                str(found["n"]),
+                _number(found["target"]),
+                _number(found["reference"]),
+                _number(found["difference"]),
+                f"{_number(low)} to {_number(high)}",
+                _number(found["p_value"]),
+                f"{found['better']} better, {found['worse']} worse",
+            )
     return table
 
 

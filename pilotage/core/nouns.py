@@ -98,6 +98,8 @@ class Observation:
         positions: for each stream the absolute positions its logit rows belong to; row for position p predicts p + 1.
         taps: other tensors, by key.
         receipt: which implementation of each operator ran, and how often.
+        kv: for each stream what each layer had cached after its last step (`accuracy.arms.base.LayerKV`); empty where
+            it was not asked for.
     """
 
     arm: str
@@ -106,3 +108,4 @@ class Observation:
     positions: list[list[int]]
     taps: Mapping[TensorKey, Any] = field(default_factory=dict)
     receipt: Mapping[str, Any] = field(default_factory=dict)
+    kv: list[list[Any]] = field(default_factory=list)

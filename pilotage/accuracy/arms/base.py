@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from torch import Tensor
+
 from pilotage.core.nouns import Observation
 
 
@@ -27,6 +29,23 @@ class Stream:
     def phase(self, position: int) -> str:
         """Return which step computes the row: "prefill" for the prompt's rows, else "decode"."""
         return "prefill" if position < self.prompt else "decode"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKV:
+    """What one layer has cached of one request, keys as attention reads them.
+
+    Attributes:
+        layer: "layers.0.self_attn".
+        first: position of the first row; more than 0 where a window has passed the others.
+        keys: [positions, K, H].
+        values: [positions, K, H].
+    """
+
+    layer: str
+    first: int
+    keys: Tensor
+    values: Tensor
 
 
 class Arm(Protocol):

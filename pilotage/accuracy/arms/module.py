@@ -30,6 +30,29 @@ class Call:
     key: str | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One question to a module of ours.
+
+    Attributes:
+        name: relative to the decoder.
+        kind: "embedding", "norm", "mlp", "attention", "decoder layer" or "rope".
+        label: of the result.
+        x: its input, [1, S, D]; tokens [1, S] of an embedding; positions [S] of RoPE, whose answer is cos and sin.
+        layer_type: kind of attention, for those of `CONTEXT` and for RoPE.
+    """
+
+    name: str
+    kind: str
+    label: str
+    x: Tensor
+    layer_type: str
+
+
+# Kinds that need a cache and positions.
+CONTEXT = ("attention", "decoder layer")
+
+
 class HFModules:
     """The modules of one Hugging Face model, callable with another input than they had.
 
@@ -181,6 +204,16 @@ class OurModules:
     def run(self, name: str, x: Tensor) -> Tensor:
         """Call a module that looks at its input alone."""
         return self.module(name)(x.to(self.dtype) if x.is_floating_point() else x)
+
+    def answer(self, job: Job) -> Tensor | None:
+        """Return a module's output for a job; None where we have no such module."""
+        if job.kind == "rope":
+            return torch.stack(self.rope(job.x, job.layer_type))
+        if self.module(job.name) is None:
+            return None
+        if job.kind == "embedding":
+            return self.embed(job.x)
+        return self.with_context(job.name, job.x, job.layer_type) if job.kind in CONTEXT else self.run(job.name, job.x)
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:

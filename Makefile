@@ -2,6 +2,8 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL ?= gemma3-270m
+# One process a core, at most four; a file's tests stay together, for the engines that they share.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: help setup demo test test-all check format docs clean
 
@@ -22,11 +24,11 @@ demo: setup
 
 test: setup
 	@bash scripts/install-chromium.sh
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: setup
 	@bash scripts/install-chromium.sh
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -117,8 +117,8 @@ def _epsilon(patch: pytest.MonkeyPatch) -> None:
 
     real = RMSNorm.__init__
 
-    def fixed(self: Any, size: int, *, eps: float, unit_offset: bool = False) -> None:
-        real(self, size, eps=1e-5, unit_offset=unit_offset)
+    def fixed(self: Any, size: int, *, eps: float, **options: Any) -> None:
+        real(self, size, eps=1e-5, **options)
 
     patch.setattr(RMSNorm, "__init__", fixed)
 

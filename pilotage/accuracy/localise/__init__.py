@@ -1,0 +1,6 @@
+"""The name of the module at fault."""
+
+from pilotage.accuracy.localise.blame import Culprit
+from pilotage.accuracy.localise.run import ARMS, Localisation, localise
+
+__all__ = ["ARMS", "Culprit", "Localisation", "localise"]

@@ -1,0 +1,280 @@
+"""One dtype of a localisation: reference, controls and target over the same rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pilotage.accuracy.arms.tapped import HEAD_SITES, Handed, HFTapped, PagedTapped, Request, Rows
+from pilotage.accuracy.localise import blame, score, variants
+from pilotage.accuracy.localise.blame import KV, Culprit, Finding
+from pilotage.core.errors import BadInput
+from pilotage.core.nouns import Status
+from pilotage.core.progress import track
+
+# Free-running logits this many times further off than the worst control's are not those of a clean model.
+LOGITS = 3.0
+RESTORED = 3.0
+
+
+class Target(Protocol):
+    """What is localised: a model whose sites can be recorded while a reference is handed onward."""
+
+    name: str
+
+    def names(self, tokens: Sequence[int]) -> list[str]: ...
+
+    def observe(
+        self, requests: Sequence[Request], sites: Sequence[str] | None = None, handed: Handed | None = None
+    ) -> Rows: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmReport:
+    """What one dtype showed.
+
+    Attributes:
+        arm: dtype.
+        target: how the target was run.
+        sites: for each site {"site", "score", ...}, in the order of the model.
+        findings: sites at fault.
+        logits: error of the free-running logits of target and controls over the RMS of the expected ones.
+        causal: what restoring the culprits does to the logits, None where there are none.
+        unmeasured: why the arm says nothing, None if it does.
+    """
+
+    arm: str
+    target: str
+    sites: list[dict[str, Any]]
+    findings: list[Finding]
+    logits: dict[str, float]
+    causal: dict[str, Any] | None = None
+    unmeasured: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "arm": self.arm,
+            "target": self.target,
+            "logits": {name: score.finite(value) for name, value in self.logits.items()},
+            "causal": self.causal,
+            "not_measured": self.unmeasured,
+            "sites": self.sites,
+        }
+
+
+class Bench:
+    """One dtype: reference, controls and target over the same rows."""
+
+    def __init__(
+        self, dtype: torch.dtype, requests: Sequence[Request], expected: Any, control: Any, target: Target, ranks: int
+    ) -> None:
+        self.dtype, self.requests, self.target = dtype, requests, target
+        self.arm = str(dtype).removeprefix("torch.")
+        self.expected, self.control, self.ranks = HFTapped(expected), HFTapped(control), ranks
+        self.floor = score.floors(dtype)
+        self.phases = [phase for request in requests for phase in request.phases()]
+        self.where = [(r, p) for r, request in enumerate(requests) for p in range(request.length)]
+        self.kept = [(r, p) for r, request in enumerate(requests) for p in request.kept]
+        tokens = requests[0].tokens[:-1]
+        ours, self.reference_sites = set(target.names(tokens)), self.expected.names(tokens)
+        self.sites = [site for site in self.reference_sites if site in ours]
+
+    def measure(self, top_k: int | None) -> ArmReport:
+        """Hand the reference onward at every site, in every arm, and score what each site made of it."""
+        free = self.expected.observe(self.requests, self.sites)
+        self.free_logits = _joined(free["logits"])
+        self.handed = {site: [rows.to(self.dtype) for rows in found] for site, found in free.items()}
+        if top_k is not None:
+            _part_ties(self.handed, top_k)
+        handed = Handed(rows=self.handed)
+        # In fp32 handing its own rows onward changes nothing.
+        rows = free if self.dtype is torch.float32 else self.expected.observe(self.requests, self.sites, handed)
+        expected = {site: _joined(found) for site, found in rows.items()}
+        implementation = str(self.control.model.config._attn_implementation)
+        controls: dict[str, list[score.SiteErrors]] = {site: [] for site in self.sites}
+        chosen = variants.variants(self.dtype, implementation, self.ranks)
+        for variant in track(chosen, f"clean controls, {self.arm}"):
+            with variant.applied(self.control.model):
+                for site, clean in self.control.observe(self.requests, self.sites, handed).items():
+                    controls[site].append(score.measure(_joined(clean), expected[site]))
+        observed = self.target.observe(self.requests, self.sites, handed)
+        table: list[dict[str, Any]] = []
+        findings: list[Finding] = []
+        for site in self.sites:
+            self._judge(site, observed.get(site), expected[site], controls[site], table, findings)
+        if isinstance(self.target, PagedTapped):
+            self._cache(table, findings)
+        return ArmReport(
+            arm=self.arm, target=self.target.name, sites=table, findings=findings, logits=self._free_running()
+        )
+
+    def _judge(
+        self,
+        site: str,
+        actual: Sequence[Tensor] | None,
+        expected: Tensor,
+        controls: Sequence[score.SiteErrors],
+        table: list[dict[str, Any]],
+        findings: list[Finding],
+    ) -> None:
+        where = self.kept if site in HEAD_SITES else self.where
+        if actual is None:
+            return
+        joined = _joined(actual)
+        if joined.shape != expected.shape:
+            raise BadInput(
+                f"the target has {list(joined.shape)} there, the reference {list(expected.shape)}",
+                where=site,
+                do="compare checkpoints of one architecture and size",
+            )
+        by_phase = [self._phase(r, p) for r, p in where]
+        measured = score.measure(joined, expected)
+        scored = score.score(measured, controls, by_phase, self.dtype, self.floor)
+        table.append({"site": site, **scored.to_json()})
+        if scored.status is Status.FAIL:
+            findings.append(self._finding(site, scored, where, by_phase))
+
+    def _finding(
+        self, site: str, scored: score.Score, where: Sequence[tuple[int, int]], phases: Sequence[str]
+    ) -> Finding:
+        request, position = where[scored.worst]
+        wrong = scored.by_row > score.BOUNDS["row"]
+        positions = [p for (_, p), bad in zip(where, wrong.tolist(), strict=True) if bad]
+        share = {
+            phase: float(wrong[torch.tensor([found == phase for found in phases])].double().mean())
+            for phase in dict.fromkeys(phases)
+        }
+        return Finding(
+            key=site,
+            arm=self.arm,
+            score=scored,
+            worst={"request": request, "position": position, "phase": self._phase(request, position)},
+            first=min(positions, default=None),
+            wrong=share,
+        )
+
+    def _phase(self, request: int, position: int) -> str:
+        return self.requests[request].phases()[position]
+
+    def _cache(self, table: list[dict[str, Any]], findings: list[Finding]) -> None:
+        """Read the pages against what was handed to them: a contiguous oracle for the cache's addressing.
+
+        Attention that is right whatever its pages look like has another layout and no fault, so only layers whose
+        heads are wrong are read.
+        """
+        assert isinstance(self.target, PagedTapped)
+        wrong = {f.key.removesuffix(".heads") for f in findings if f.key.endswith(".heads")}
+        if not wrong:
+            return
+        for name, (keys, values) in self.target.cached(self.requests).items():
+            if name not in wrong or f"{name}.k_rope" not in self.handed:
+                continue
+            for site, pages in (("k_rope", keys), ("v", values)):
+                expected = _joined(self.handed[f"{name}.{site}"])
+                exact = score.measure(expected, expected)
+                phases = [self._phase(r, p) for r, p in self.where]
+                scored = score.score(score.measure(_joined(pages), expected), [exact], phases, self.dtype, self.floor)
+                table.append({"site": f"{name}.{KV}", "side": site, **scored.to_json()})
+                if scored.status is Status.FAIL:
+                    findings.append(self._finding(f"{name}.{KV}", scored, self.where, phases))
+
+    def _free_running(self) -> dict[str, float]:
+        """Run everything without handing anything onward; returns relative errors of the logits."""
+        logits = {"target": _joined(self.target.observe(self.requests, ["logits"])["logits"])}
+        names = [variant.name for variant in variants.variants(self.dtype, "sdpa")]
+        implementation = str(self.control.model.config._attn_implementation)
+        for variant in variants.variants(self.dtype, implementation, self.ranks)[: len(names)]:
+            with variant.applied(self.control.model):
+                logits[variant.name] = _joined(self.control.observe(self.requests, ["logits"])["logits"])
+        return {name: _relative(found, self.free_logits) for name, found in logits.items()}
+
+    def restore(self, groups: Sequence[tuple[str, Sequence[str]]], before: float) -> dict[str, Any]:
+        """Run free but for some sites, where the reference is handed onward.
+
+        Args:
+            groups: name and sites of each kind at fault, the first culprit's first.
+            before: error of the free-running logits.
+
+        Returns:
+            Errors of the logits with the first kind restored and with all of them.
+        """
+        after = {}
+        sites: list[str] = []
+        for index, (_, found) in enumerate(groups):
+            sites += [site for site in found if site in self.handed]
+            if index in (0, len(groups) - 1):
+                handed = Handed(rows=self.handed, only=frozenset(sites))
+                rows = self.target.observe(self.requests, [*sites, "logits"], handed)["logits"]
+                after["first" if index == 0 else "all"] = _relative(_joined(rows), self.free_logits)
+        after.setdefault("all", after["first"])
+        return {"arm": self.arm, "restored": groups[0][0], "before": score.finite(before)} | {
+            f"after_{name}": score.finite(value) for name, value in after.items()
+        }
+
+
+def _joined(rows: Sequence[Tensor]) -> Tensor:
+    return torch.cat([found.reshape(found.shape[0], -1) for found in rows])
+
+
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    measured = score.measure(actual, expected)
+    total = float(measured.rows.expected_sq.sum())
+    return math.sqrt(float(measured.rows.sq.sum()) / total) if total else math.inf
+
+
+def _part_ties(handed: Rows, top_k: int) -> None:
+    """Keep rounding from making two routers' logits equal where the choice is between them.
+
+    Which of two equal experts is taken is nobody's fault. The second is lowered by one spacing of the dtype, for every
+    arm alike.
+    """
+    for site, found in handed.items():
+        if not site.endswith(".router"):
+            continue
+        for rows in found:
+            if rows.shape[-1] <= top_k:
+                continue
+            values, order = rows.sort(dim=-1, descending=True, stable=True)
+            tied = values[:, top_k - 1] == values[:, top_k]
+            if not bool(tied.any()):
+                continue
+            lower = values[:, top_k - 1 : top_k].expand_as(values)
+            below = lower - lower.abs() * torch.finfo(rows.dtype).eps
+            later = torch.arange(rows.shape[-1]) >= top_k
+            parted = torch.where(tied[:, None] & later & (values == lower), below, values)
+            rows.scatter_(-1, order, parted)
+
+
+def conclude(arm: Bench, report: ArmReport, culprits: Sequence[Culprit]) -> ArmReport:
+    """Check the culprits by what restoring them does, and a clean bill by the logits."""
+    clean = max(value for name, value in report.logits.items() if name != "target")
+    clean = max(clean, arm.floor.rms)
+    before = report.logits["target"]
+    ranked = [culprit for culprit in culprits if any(f.key == culprit.key for f in report.findings)]
+    if not ranked:
+        if before > LOGITS * clean and not culprits:
+            why = f"the logits are {before / clean:.1f} times further off than a clean model's, but no site shows why"
+            return dataclasses.replace(report, unmeasured=why)
+        return report
+    families = [blame.family(culprit.kind) for culprit in ranked]
+    groups = [
+        (name, [_restorable(c.key) for c, found in zip(ranked, families, strict=True) if found == name])
+        for name in dict.fromkeys(families)
+    ]
+    causal = arm.restore(groups, before)
+    limit = RESTORED * clean
+    causal["clean"] = clean
+    causal["first_restores"] = bool(causal["after_first"] <= limit)
+    causal["all_restore"] = bool(causal["after_all"] <= limit)
+    return dataclasses.replace(report, causal=causal)
+
+
+def _restorable(key: str) -> str:
+    """Where a wrong cache is made good: the heads that read it."""
+    return f"{key.removesuffix(f'.{KV}')}.heads" if key.endswith(f".{KV}") else key

@@ -1,0 +1,215 @@
+"""Which module is at fault? What `pilotage localise` does, in order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pilotage.accuracy import prompts, same_config
+from pilotage.accuracy.arms import hf
+from pilotage.accuracy.arms.tapped import PagedTapped, Request
+from pilotage.accuracy.localise import blame, evidence
+from pilotage.accuracy.localise.arm import ArmReport, Bench, Target, conclude
+from pilotage.accuracy.localise.blame import Culprit, Facts
+from pilotage.core.errors import BadInput
+from pilotage.core.nouns import Status
+
+ARMS = ("float32", "bfloat16")
+# (checkpoint, dtype, tokens of the longest request) -> what is localised.
+MakeTarget = Callable[[Path, torch.dtype, int], Target]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Localisation:
+    """Everything `pilotage localise` found.
+
+    Attributes:
+        model: as the user named it.
+        reference: the checkpoint that it is compared with.
+        culprits: ranked; empty when nothing is at fault.
+        arms: by dtype.
+        config: the verdict about the two configs, JSON-ready; None where they are one.
+        requests: what was fed.
+        command: how to do it again.
+        seconds: time of each part.
+    """
+
+    model: str
+    reference: str
+    culprits: list[Culprit]
+    arms: list[ArmReport]
+    config: dict[str, Any] | None
+    requests: list[Request]
+    command: str
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def status(self) -> Status:
+        if self.culprits:
+            return Status.FAIL
+        if not self.arms or any(arm.unmeasured for arm in self.arms):
+            return Status.NOT_MEASURED
+        return Status.PASS
+
+    def summary(self) -> str:
+        """Say the result in one line."""
+        if not self.culprits:
+            return "none" if self.status is Status.PASS else "none found, but not everything could be measured"
+        first = self.culprits[0]
+        layers = f" (layers {', '.join(map(str, first.layers))})" if len(first.layers) > 1 else ""
+        return f"{first.module}, site {first.site}{layers}"
+
+    def to_json(self) -> dict[str, Any]:
+        from pilotage.accuracy.validate import versions
+
+        causal = next((arm.causal for arm in self.arms if arm.causal), None)
+        return {
+            "model": self.model,
+            "reference": self.reference,
+            "status": self.status.value,
+            "culprits": [culprit.to_json() for culprit in self.culprits],
+            "causal": causal,
+            "config": self.config,
+            "arms": [arm.to_json() for arm in self.arms],
+            "requests": [{"tokens": list(request.tokens), "parts": list(request.parts)} for request in self.requests],
+            "seconds": {name: round(value, 2) for name, value in self.seconds.items()},
+            "versions": versions(),
+            "command": self.command,
+        }
+
+
+def feed(sequences: Sequence[Sequence[int]], sizes: Sequence[int], *, vocab_size: int) -> list[Request]:
+    """Say how streams are fed: whole prompts, prompts in two and three parts, and the longest both ways.
+
+    Args:
+        sequences: prompts with their continuations.
+        sizes: tokens of each prompt.
+        vocab_size: decides how many rows of logits are kept.
+    """
+    found = []
+    rows = 2 * sum(len(tokens) for tokens in sequences)
+    everything = rows * vocab_size <= prompts.MAX_LOGITS
+
+    def request(tokens: Sequence[int], size: int, pieces: int) -> Request:
+        cuts = [0, *(round(size * (i + 1) / pieces) + (i % 2) for i in range(pieces - 1)), size]
+        parts = tuple(b - a for a, b in itertools.pairwise(cuts) if b > a)
+        kept = prompts.compared(len(tokens), size, everything=everything)
+        return Request(tokens=tuple(tokens), parts=parts, kept=kept)
+
+    for index, (tokens, size) in enumerate(zip(sequences, sizes, strict=True)):
+        found.append(request(tokens, size, min(size, (1, 2, 3, 1)[index % 4])))
+    longest = max(range(len(sizes)), key=lambda index: sizes[index])
+    found.append(request(sequences[longest], sizes[longest], min(sizes[longest], 3)))
+    return found
+
+
+def localise(
+    model: str,
+    *,
+    reference: str | None = None,
+    arms: Sequence[str] = ARMS,
+    target: MakeTarget | None = None,
+    ranks: int = 1,
+    command: str = "",
+) -> Localisation:
+    """Name the modules of a served model whose own error is larger than a clean computation's.
+
+    Args:
+        model: MODEL of the command line.
+        reference: a checkpoint to compare with instead of the model's own.
+        arms: dtypes.
+        target: makes what is localised; None for our model on its paged cache in this process.
+        ranks: tensor-parallel ranks of the target.
+        command: the command line, for the report.
+
+    Raises:
+        PilotageError: something is missing or cannot be used.
+    """
+    from pilotage.accuracy.validate import Clock, prompt_ids, storage_dtype
+    from pilotage.arch import source
+    from pilotage.arch.spec import ArchSpec
+
+    unknown = [arm for arm in arms if arm not in ARMS]
+    if unknown:
+        raise BadInput(f"no arm is called {unknown[0]!r}", where="--arm", do=f"use {' or '.join(ARMS)}")
+    clock = Clock()
+    path = source.resolve(model)
+    ref_path = source.resolve(reference) if reference is not None else path
+    spec, ref_spec = (ArchSpec.from_hf(source.load_config(str(found))) for found in (path, ref_path))
+    stored, ref_stored = storage_dtype(path), storage_dtype(ref_path)
+    rounded = stored if stored != ref_stored and stored.itemsize < ref_stored.itemsize else None
+    fp32 = hf.load(ref_path, torch.float32, rounded_to=rounded)
+    ids, new_tokens = prompt_ids(ref_path, ref_spec)
+    sequences = hf.greedy(fp32, ids, new_tokens)
+    vocabulary = int(fp32.get_output_embeddings().weight.shape[0])
+    requests = feed(sequences, [len(prompt) for prompt in ids], vocab_size=vocabulary)
+    longest = max(len(request.tokens) for request in requests)
+    clock("hf_float32")
+
+    config = same_config.config_verdict(spec, ref_spec) if ref_path != path else None
+    facts: Facts | None = None
+    reports: list[ArmReport] = []
+    measured: list[Bench] = []
+    for name, expected, control in _models(ref_path, fp32, arms, rounded):
+        dtype = getattr(torch, name)
+        served = (target or PagedTapped)(path, dtype, longest)
+        arm = Bench(dtype, requests, expected, control, served, ranks)
+        reports.append(arm.measure(ref_spec.num_experts_per_token))
+        measured.append(arm)
+        if facts is None:
+            facts = _facts(arm, expected, config)
+        clock(f"arm_{name}")
+    assert facts is not None
+    culprits = blame.rank([finding for report in reports for finding in report.findings], facts)
+    for index, (arm, report) in enumerate(zip(measured, reports, strict=True)):
+        reports[index] = conclude(arm, report, culprits)
+    clock("causal")
+    return Localisation(
+        model=model,
+        reference=reference or model,
+        culprits=culprits,
+        arms=reports,
+        config=config.to_json() if config is not None else None,
+        requests=requests,
+        command=command,
+        seconds=clock.seconds,
+    )
+
+
+def _models(path: Path, fp32: Any, arms: Sequence[str], rounded: torch.dtype | None) -> Iterator[tuple[str, Any, Any]]:
+    """Yield, for each arm, what computes the expected rows and what the controls run on."""
+    for name in arms:
+        dtype = getattr(torch, name)
+        if dtype is torch.float32:
+            yield name, fp32, fp32
+        else:
+            # fp32 arithmetic on the arm's own weights: what is left is the arithmetic's error.
+            expected = hf.load(path, torch.float32, rounded_to=dtype)
+            yield name, expected, hf.load(path, dtype, rounded_to=rounded)
+
+
+def _facts(arm: Bench, expected: Any, config: Any) -> Facts:
+    fields = dict(config.evidence["differing"]) if config is not None else {}
+    routers = arm.expected.taps.router_names()
+    model = getattr(arm.target, "model", None)
+    if model is None:
+        return Facts(reference_sites=arm.reference_sites, routers=routers, fields=fields)
+    constants: dict[str, str] = {}
+    if arm.dtype is torch.float32:
+        constants = evidence.norms(model, expected)
+        table = evidence.rotary(model, expected)
+        if table is not None:
+            constants["model.rotary_emb"] = table
+    return Facts(
+        reference_sites=arm.reference_sites,
+        target_modules=frozenset(name for name, _ in model.named_modules()),
+        routers=routers,
+        parameters=evidence.differing_parameters(model, expected),
+        fields=fields,
+        constants=constants,
+    )

@@ -21,14 +21,14 @@ from torch import Tensor
 from pilotage.accuracy import metrics
 from pilotage.accuracy.arms import symmetry
 from pilotage.accuracy.arms.base import Stream
-from pilotage.accuracy.arms.hf import HFArm, Mode
+from pilotage.accuracy.arms.hf import HFArm, Mode, set_attention
 from pilotage.accuracy.gates import ControlErrors
 from pilotage.core import store
 from pilotage.core.errors import BadInput, Unsupported
 from pilotage.core.progress import track
 
 # Part of the cache key of measured controls: change it with anything that changes what a control computes.
-RECIPE = 4
+RECIPE = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def _variant(model: Any, control: Control) -> HFArm:
     variant = copy.deepcopy(model) if control.change is not None or control.compiled else model
     if control.change is not None:
         control.change(variant)
-    variant.set_attn_implementation(control.attention)
+    set_attention(variant, control.attention)
     if control.compiled:
         for layer in _commonest(variant.get_decoder().layers):
             layer.forward = torch.compile(layer.forward, dynamic=True)

@@ -37,7 +37,11 @@ class Oracle:
     def __init__(self, path: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        # Hugging Face's sdpa attention knows no bound on the scores, which Gemma 2 has; experts run one by one.
+        attention = "eager" if "gemma2" in path.name else None
+        self.model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation=attention, experts_implementation="eager"
+        ).eval()
 
     @torch.no_grad()
     def greedy(self, prompt: Sequence[int], count: int) -> Reference:

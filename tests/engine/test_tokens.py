@@ -20,7 +20,10 @@ LENGTHS = (1, 2, 7, 16, 17, 31, 32, 33, 49, 64, 65, 100)
 CONFIG = {"num_batched_tokens_buckets": [16, 64], "num_seqs_buckets": [1, 4]}
 
 
-@pytest.fixture(scope="module", params=["llama3", "gemma3", "qwen3", "qwen2"])
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistral", "mixtral")]
+
+
+@pytest.fixture(scope="module", params=["llama3", "gemma3", "qwen3", "qwen2", "qwen3_moe", "gpt_oss", *MORE])
 def served(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Iterator[tuple[Path, Any]]:
     path = tiny(request.param)
     with launch.engine(
@@ -87,7 +90,12 @@ def test_preemption(name: str, async_scheduling: bool, tiny: Callable[..., Path]
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "name",
-    ["llama3", "gemma3", pytest.param("qwen3", marks=pytest.mark.slow), pytest.param("qwen2", marks=pytest.mark.slow)],
+    [
+        "llama3",
+        "gemma3",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "qwen2", "qwen3_moe", "gpt_oss")),
+        *MORE,
+    ],
 )
 def test_two_ranks(name: str, tiny: Callable[..., Path], oracle: Any) -> None:
     path = tiny(name)

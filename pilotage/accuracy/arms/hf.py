@@ -304,7 +304,7 @@ def keys_values(model: Any, stream: Stream, *, chunk: int | None = None) -> list
     end = len(stream.tokens) - 1
     starts = list(range(0, end, chunk or end))
     # Made without the config every layer keeps all positions; windows are then the mask's business alone.
-    cache = DynamicCache()
+    cache: Any = DynamicCache()
     for start, stop in zip(starts, [*starts[1:], end], strict=True):
         # The decoder alone: the head is most of the work, and no part of the cache.
         model.get_decoder()(input_ids=torch.tensor([stream.tokens[start:stop]]), use_cache=True, past_key_values=cache)

@@ -74,6 +74,7 @@ def check_cache(found: list[list[Any]], model: Any, streams: list[Stream], *, wi
             torch.testing.assert_close(ours.values, truth.values[ours.first :], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_hold_their_heads(tiny: Callable[..., Path], tmp_path: Path) -> None:
     path = tiny("gemma3")
@@ -175,7 +176,7 @@ def _one_slot(real: Callable[..., None]) -> Callable[..., None]:
     ("fault", "failing"),
     [
         (None, set()),
-        (_scaled, {"kv_rms_ratio"}),
+        pytest.param(_scaled, {"kv_rms_ratio"}, marks=pytest.mark.slow),
         (_one_slot, {"kv_worst_row"}),
     ],
     ids=["clean", "scaled values", "one slot"],

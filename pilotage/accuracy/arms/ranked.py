@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +33,11 @@ def answers(
     if ranks == 1:
         ours = OurModules(checkpoint, dtype, length)
         return [ours.answer(job) for job in jobs]
-    import torch.multiprocessing as mp
+    import torch.multiprocessing as multiprocessing
 
     from pilotage.serving.launch import free_port
 
+    mp: Any = multiprocessing  # its names are exported by star
     with tempfile.TemporaryDirectory(prefix="pilotage-ranks-") as directory:
         out = Path(directory)
         try:

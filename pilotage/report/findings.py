@@ -31,7 +31,8 @@ def tasks_view(tasks: Any) -> dict[str, Any] | None:
         return None
     rows = []
     for task in found:
-        paired = task.get("paired") if isinstance(task.get("paired"), Mapping) else task
+        told = task.get("paired")
+        paired: Mapping[str, Any] = told if isinstance(told, Mapping) else task
         difference, interval = number(paired.get("difference")), paired.get("interval")
         low, high = (
             (number(x) for x in interval) if isinstance(interval, list | tuple) and len(interval) == 2 else (None,) * 2
@@ -261,16 +262,15 @@ def invariance_view(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
         if status_of(row.get("status")) is Status.FAIL:
             for at in _list(row.get("broke")) or [{}]:
                 broken.append({**{k: row.get(k) for k in ("relation", "engine", "condition")}, **at})
-    noise = result.get("noise") if isinstance(result.get("noise"), Mapping) else {}
+    told = result.get("noise")
+    noise: Mapping[str, Any] = told if isinstance(told, Mapping) else {}
     return {
         "status": status_of(result.get("status")),
         "engines": engines,
         "matrix": matrix,
         "broken": broken[:MAX_BROKEN],
         "n_broken": len(broken),
-        "noise": [
-            {"dtype": dtype, **dict(found)} for dtype, found in (noise or {}).items() if isinstance(found, Mapping)
-        ],
+        "noise": [{"dtype": dtype, **dict(found)} for dtype, found in noise.items() if isinstance(found, Mapping)],
         "conditions": [
             {
                 **{k: row.get(k) for k in ("relation", "engine", "condition", "worst", "expects", "reason")},

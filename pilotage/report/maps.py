@@ -141,7 +141,7 @@ def depth_panel(
     *,
     title: str,
     culprits: Sequence[str] = (),
-    width: float = 640,
+    width: float = 900,
     height: float = 190,
 ) -> Markup:
     """Draw errors by depth, on a logarithmic axis: one point a site, in the order of the model.

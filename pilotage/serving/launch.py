@@ -125,8 +125,10 @@ def engine(
         report = directory / "error.json"
         with _environment({**environment, _ERROR_FILE: str(report)}):
             require_platform()
-            from vllm import LLM
+            from vllm import LLM, envs
 
+            # An engine before this one made vLLM keep its environment as it was then; workers would be forked.
+            envs.disable_envs_cache()
             settings: dict[str, Any] = {
                 "model": str(model),
                 "dtype": dtype,

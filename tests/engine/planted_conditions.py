@@ -198,7 +198,7 @@ FAULTS = (
     Fault(
         plant=a_padded_decode_forgets_a_key,
         breaks=(plans.MATES,),
-        holds=(plans.REPETITION, plans.DECODE, plans.CHUNKS),
+        holds=(plans.REPETITION, plans.DECODE),
         phase="decode",
     ),
     Fault(
@@ -225,3 +225,35 @@ FAULTS = (
         holds=(plans.REPETITION, plans.MATES, plans.DECODE),
     ),
 )
+
+
+def on_the_second_rank(worker: Any) -> int:
+    """Run inside each worker: the second rank's attention forgets its window once something is cached."""
+    import torch.distributed
+
+    from pilotage.functional import registry as operators
+
+    rank = torch.distributed.get_rank()
+    if rank == 1:
+        for name, implementation in list(operators._OPERATORS["segmented_attention"].items()):
+
+            def faulty(*tensors: Any, _real: Any = implementation.function, **how: Any) -> Any:
+                if int(how["positions"][0]) > 0:
+                    how = {**how, "window": None}
+                return _real(*tensors, **how)
+
+            operators._OPERATORS["segmented_attention"][name] = implementation._replace(function=faulty)
+    return rank
+
+
+def wrong_share_of_the_second_rank(worker: Any) -> int:
+    """Run inside each worker: the second rank's columns of o_proj are off by one."""
+    import torch.distributed
+
+    rank = torch.distributed.get_rank()
+    if rank == 1:
+        found = [p for name, p in worker.model.named_parameters() if name.endswith("o_proj.weight")]
+        for weight in found:
+            weight.data.copy_(weight.data.roll(1, dims=1))
+        assert found
+    return rank

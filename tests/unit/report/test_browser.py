@@ -11,6 +11,7 @@ import pytest
 import samples
 
 from pilotage.core.nouns import Status
+from pilotage.report import compare
 from pilotage.report import page as report_page
 from pilotage.report.browser import ARGUMENTS, chromium
 
@@ -62,10 +63,46 @@ def test_it_loads_without_errors_or_requests_and_draws(browser: Any, tmp_path: P
     page.context.close()
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_maps_and_culprits_are_painted(browser: Any, tmp_path: Path, scheme: str) -> None:
+    validate = samples.record("validate", Status.FAIL, result=samples.validate(fault=3.0))
+    path = report_page.build(samples.write_run(tmp_path, validate=validate, **samples.extras(fault=True)))
+    page, said, asked = opened(browser, path, color_scheme=scheme)
+    assert said == [] and [url for url in asked if not url.startswith("data:")] == [path.as_uri()]
+    steps = {
+        css: page.eval_on_selector(f"svg .{css}", "e => getComputedStyle(e).fill")
+        for css in ("h0", "h1", "h2", "h3", "h4", "h5")
+    }
+    assert len(set(steps.values())) == 6 and "none" not in steps.values(), steps
+    maps = [box for box in (e.bounding_box() for e in page.query_selector_all("#localise svg.heat")) if box]
+    assert len(maps) == 2 and all(box["width"] > 500 and box["height"] > 300 for box in maps)
+    assert page.eval_on_selector("svg.depth .line.target", "e => e.getTotalLength()") > 200
+    frame = page.query_selector("#localise svg .frame").bounding_box()
+    label = page.query_selector("#localise svg text.culprit").bounding_box()
+    assert frame and label and frame["width"] > 300
+    cells = page.eval_on_selector_all("#kv ~ .two svg rect", "all => all.length")
+    assert cells > 30
+    assert "chunking" in page.inner_text("#invariance table.matrix")
+    page.context.close()
+
+
+def test_two_runs_side_by_side(browser: Any, tmp_path: Path) -> None:
+    before = samples.write_run(tmp_path / "a", **samples.extras(fault=True))
+    after = samples.write_run(tmp_path / "b", **samples.extras())
+    path = compare.build(compare.compare(before, after), tmp_path / "compare.html")
+    page, said, asked = opened(browser, path)
+    assert said == [] and [url for url in asked if not url.startswith("data:")] == [path.as_uri()]
+    assert "▲ better" in page.inner_text("#invariance") and len(page.query_selector_all(".verdict")) == 2
+    for width in (1184, 420):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    page.context.close()
+
+
 @pytest.mark.parametrize("width", [1184, 420])
 def test_it_never_scrolls_sideways(browser: Any, tmp_path: Path, width: int) -> None:
     hostile = samples.record("smoke", Status.FAIL, reason="x" * 400)
-    path = report_page.build(samples.write_run(tmp_path, smoke=hostile))
+    path = report_page.build(samples.write_run(tmp_path, smoke=hostile, **samples.extras(fault=True)))
     page, _, _ = opened(browser, path)
     page.set_viewport_size({"width": width, "height": 900})
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
@@ -75,7 +112,7 @@ def test_it_never_scrolls_sideways(browser: Any, tmp_path: Path, width: int) -> 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_is_legible(browser: Any, tmp_path: Path, scheme: str) -> None:
     """Contrast of all text with its background, by the WCAG formula: at least 4.5."""
-    path = report_page.build(samples.write_run(tmp_path, leave_out=("bench",)))
+    path = report_page.build(samples.write_run(tmp_path, leave_out=("bench",), **samples.extras(fault=True)))
     page, _, _ = opened(browser, path, color_scheme=scheme)
     poor = page.evaluate(
         """() => {

@@ -62,7 +62,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mappi
                 for tensor in tensors.values():
                     if tensor.numel():
                         flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-                        out.write(memoryview(flat.numpy()))
+                        out.write(flat.numpy().data)
             # Renamed but not synced: a power cut may lose the last steps, which are then computed again. A sync a step
             # would cost more than the step.
             temporary.replace(path)

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -201,20 +202,20 @@ def _arguments(model: Any, decode: bool) -> dict[str, Any]:
     """Arguments of the contract's forward for one step of shapes: one request a row."""
     tokens = _TOKENS
     rows = tokens if decode else _SAMPLED
-    integers = {"dtype": torch.int32}
-    positions = torch.zeros(tokens, **integers)
+    zeros = partial(torch.zeros, dtype=torch.int32)
+    positions = zeros(tokens)
     shared = {
-        "block_table_tensor": torch.zeros(rows, 2, **integers),
+        "block_table_tensor": zeros(rows, 2),
         "slot_mapping": torch.zeros(tokens, dtype=torch.int64),
         "max_query_len": 1 if decode else tokens,
         "block_size": _BLOCK,
         "max_blocks_per_seq": 2,
         "decode_token_threshold": 1,
-        "cached_seq_len": torch.zeros(rows, **integers),
+        "cached_seq_len": zeros(rows),
         "kv_segment_size": 0,
-        "query_start_loc": torch.zeros(rows + 1, **integers),
-        "seq_lens": torch.zeros(rows, **integers),
-        "token_to_req": torch.zeros(tokens, **integers),
+        "query_start_loc": zeros(rows + 1),
+        "seq_lens": zeros(rows),
+        "token_to_req": zeros(tokens),
     }
     metadata: dict[str, Any] = {"decode_token_threshold": 1, "positions": positions}
     metadata.update(dict.fromkeys([layer.name for layer in model.get_kv_spec().layers], shared))

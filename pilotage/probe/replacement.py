@@ -200,6 +200,10 @@ class TensorReplacer:
         """Names that have a reference."""
         return list(self._flat)
 
+    def row_types(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of one row of each module."""
+        return {name: (tuple(value.shape[1:]), value.dtype) for name, value in self._flat.items()}
+
     def register_request(self, req_id: str, prompt_token_ids: Sequence[int], *, prompt: int | None = None) -> int:
         """Find the reference of a request: the longest stored prompt that its tokens begin with.
 
@@ -405,7 +409,7 @@ def _unused(tensors: dict[str, Tensor]) -> bool:
 
 def _storage_users(tensor: Tensor) -> int:
     storage = tensor.untyped_storage()
-    users: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    users: int = torch._C._storage_Use_Count(storage._cdata)
     return users - 1  # without `storage` itself
 
 

@@ -7,6 +7,7 @@ reads them. Which sites a graph taps is part of its compile key; whether anythin
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,7 @@ class Probing:
         self.replacing: list[str] = []
         self.observer: dict[str, Any] | None = None
         self._known: dict[str, SiteInfo] | None = None
+        self._asked: dict[str, SiteInfo] = {}
         self._prompt_of: dict[str, int | None] = {}
         self._requests: Counter[str] = Counter()
         self._fixed: Taps | None = None
@@ -67,7 +69,7 @@ class Probing:
         capture, replacement = self.config.tensor_capture, self.config.tensor_replacement
         if capture is None and replacement is None:
             return
-        captured = self._select(capture["sites"], "tensor_capture.sites") if capture is not None else []
+        captured = self._select(capture["sites"], "tensor_capture.sites", captured=True) if capture is not None else []
         replaced: list[str] = []
         if replacement is not None:
             if "tensors_path" in replacement:
@@ -87,8 +89,10 @@ class Probing:
             self._known = describe(self.model)
         return self._known
 
-    def _select(self, patterns: Sequence[str], where: str) -> list[str]:
-        return sites.select(patterns, self.known, where=where)
+    def _select(self, patterns: Sequence[str], where: str, *, captured: bool = False) -> list[str]:
+        """Pick sites of the model; `captured`: only those whose value the model hands to a tap."""
+        names = [name for name, info in self.known.items() if not captured or info.shape is not None]
+        return sites.select(patterns, names, where=where)
 
     def _tap(self, capture: Sequence[str], replace: Sequence[str]) -> None:
         """Make sure that the taps have these sites; graphs of another set of sites are compiled when first needed."""
@@ -104,7 +108,7 @@ class Probing:
                 replace=replace,
                 num_tokens=self.size[0],
                 num_sampled=self.size[1],
-                known=self.known,
+                known={**self.known, **self._asked},
             )
 
     def capture_start(self, directory: str, patterns: Sequence[str] | None = None) -> list[str]:
@@ -118,7 +122,7 @@ class Probing:
             if configured is None:
                 raise ConfigError("which sites?", where="capture_start", do="give patterns, or tensor_capture.sites")
             patterns = configured["sites"]
-        names = self._select(patterns, "capture_start")
+        names = self._select(patterns, "capture_start", captured=True)
         self._tap(names, self.replacing)
         self.capturing = names
         if self.group.rank == 0:
@@ -165,6 +169,12 @@ class Probing:
         names = self._select(offered, f"tensor_replacement, {tensors_path}")
         replacer = reference.load_replacer(tensors_path, prompt_token_ids_path, sites=names, convert=self._converter())
         self.replacing = [name for name in names if name in set(replacer.modules)]
+        # What the model only asks for has the shape and dtype of its reference.
+        self._asked = {
+            name: dataclasses.replace(self.known[name], shape=shape, dtype=dtype, full_shape=shape)
+            for name, (shape, dtype) in replacer.row_types().items()
+            if self.known[name].shape is None
+        }
         self._tap(self.capturing, self.replacing)
         assert self.taps is not None
         self.taps.leave_live()

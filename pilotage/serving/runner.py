@@ -253,8 +253,10 @@ class ModelRunner:
 
     def _taps_changed(self, before: Taps | None, proof: bool) -> None:
         self.graphs.taps = self.probing.taps
-        if proof and self.probing.taps is not None and self.probing.taps is not before:
-            self._prove()
+        if self.probing.taps is not None and self.probing.taps is not before:
+            self.probing.observer = None
+            if proof:
+                self._prove()
 
     def receipt(self) -> Mapping[str, Any]:
         """Return which operators ran, which graphs were compiled, and what was tapped and replaced."""

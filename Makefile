@@ -2,8 +2,9 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 MODEL ?= gemma3-270m
-# One process a core, at most four; a file's tests stay together, for the engines that they share.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+# One process a core, at most four. A file's tests stay together, for the engines that they share; files in order, because
+# those with engines come before the many small ones.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo test test-all check format docs clean
 

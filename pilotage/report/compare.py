@@ -210,8 +210,10 @@ def _tasks(a: Records, b: Records) -> Iterator[Line]:
 
 
 def _difference(task: Mapping[str, Any] | None) -> float | None:
-    paired = (task or {}).get("paired")
-    return number((paired if isinstance(paired, Mapping) else task or {}).get("difference"))
+    """The paired difference of the metric that decides, which is the first."""
+    metrics: Mapping[str, Any] = (task or {}).get("metrics") or {}
+    first = next(iter(metrics.values()), None)
+    return number(first.get("difference")) if isinstance(first, Mapping) else None
 
 
 def _invariance(a: Records, b: Records) -> Iterator[Line]:

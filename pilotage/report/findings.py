@@ -25,46 +25,38 @@ def _list(value: Any) -> list[Mapping[str, Any]]:
 
 
 def tasks_view(tasks: Any) -> dict[str, Any] | None:
-    """The table of tasks: scores of both, their paired difference with its interval, and what was deviating."""
+    """The table of tasks, a row a metric: both scores, their paired difference with its interval, and the test.
+
+    The status of a task stands at its first metric, which is the one that decides.
+    """
     found = _list(tasks)
     if not found:
         return None
-    rows = []
+    rows: list[dict[str, Any]] = []
     for task in found:
-        told = task.get("paired")
-        paired: Mapping[str, Any] = told if isinstance(told, Mapping) else task
-        difference, interval = number(paired.get("difference")), paired.get("interval")
-        low, high = (
-            (number(x) for x in interval) if isinstance(interval, list | tuple) and len(interval) == 2 else (None,) * 2
-        )
+        metrics = task.get("metrics")
+        measured = metrics if isinstance(metrics, Mapping) else {}
         status = status_of(task.get("status"))
-        css = {Status.PASS: "pass", Status.FAIL: "fail", Status.NOT_MEASURED: "none"}[status]
-        rows.append(
-            {
-                "task": task.get("task") or task.get("name"),
-                "metric": task.get("metric"),
-                "status": status,
-                "n": paired.get("n") or task.get("n"),
-                "target": _mean(paired.get("target")),
-                "reference": _mean(paired.get("reference")),
-                "difference": difference,
-                "interval": interval,
-                "p_value": paired.get("p_value"),
-                "better": paired.get("better"),
-                "worse": paired.get("worse"),
-                "test": paired.get("test"),
-                "figure": maps.difference_bar(difference, low, high, css=css, width=160)
-                if difference is not None
-                else "",
-                "reason": task.get("reason") or task.get("why"),
-                "verdicts": [verdict_row(verdict) for verdict in _list(task.get("verdicts"))],
-            }
-        )
-    return {"rows": rows, "status": worst([row["status"] for row in rows])}
+        common = {"task": task.get("task"), "status": status}
+        verdicts = [verdict_row(verdict) for verdict in _list(task.get("verdicts"))]
+        if not measured:
+            reasons = [str(verdict.get("bound_source")) for verdict in verdicts if verdict.get("bound_source")]
+            rows.append({**common, "decides": True, "reason": "; ".join(reasons), "verdicts": verdicts, "figure": ""})
+        for index, (metric, paired) in enumerate(measured.items()):
+            if isinstance(paired, Mapping):
+                own = {**common, "metric": metric, "decides": index == 0, "verdicts": verdicts if index == 0 else []}
+                rows.append({**own, **paired, "figure": _difference_figure(paired, status)})
+    return {"rows": rows, "status": worst([status_of(task.get("status")) for task in found])}
 
 
-def _mean(value: Any) -> Any:
-    return value.get("mean", value.get("score")) if isinstance(value, Mapping) else value
+def _difference_figure(paired: Mapping[str, Any], status: Status) -> Markup | str:
+    difference, interval = number(paired.get("difference")), paired.get("interval")
+    if difference is None:
+        return ""
+    ends = [number(end) for end in interval] if isinstance(interval, list | tuple) else []
+    low, high = ends if len(ends) == 2 else (None, None)
+    css = {Status.PASS: "pass", Status.FAIL: "fail", Status.NOT_MEASURED: "none"}[status]
+    return maps.difference_bar(difference, low, high, css=css, width=160)
 
 
 def kv_views(arms: Any) -> list[dict[str, Any]]:

@@ -35,6 +35,7 @@ def test_every_part_is_there_and_the_culprit_is_marked(tmp_path: Path) -> None:
     assert html.count('class="blame"') == 4  # growth and own error, an arm
     assert "tokens 33 to 73" in outline.text["invariance"] and "no speculative decoding" in outline.text["invariance"]
     assert "✗ fail" in outline.text["tasks"] and "exact McNemar" in outline.text["tasks"]
+    assert "acc_norm" in outline.text["tasks"] and "the hub cannot be reached" in outline.text["tasks"]
     assert "keys, by head" in html and "values, by position" in html
     assert "invariance, float32, eager" in outline.text["receipt"]
     assert "pilotage localise" in outline.text["reproduce"]
@@ -108,7 +109,7 @@ def test_two_runs_side_by_side(tmp_path: Path) -> None:
     assert not found.worse and [run["word"] for run in found.runs] == ["Failed", "Verified"]
     better = {(line.part, line.name) for line in found.lines if line.change == "better"}
     assert ("stages", "4 Validate") in better and ("culprits", "model.layers.3.self_attn (q_rope)") in better
-    assert ("invariance", "chunking; float32, eager") in better and ("tasks", "pilotage_facts") in better
+    assert ("invariance", "chunking; float32, eager") in better and ("tasks", "pilotage_capitals") in better
     assert any(part == "validation" and "bfloat16 error" in name for part, name in better)
     json.dumps(found.to_json(), allow_nan=False)
     back = compare.compare(after, before)

@@ -39,6 +39,20 @@ def test_options_reach_the_commands_and_the_fingerprint() -> None:
     assert legs["smoke"].depends == plain["smoke"].depends
 
 
+def test_extra_checks_are_planned_only_when_asked_for() -> None:
+    options = Options(reference="/ref", also=("localise", "invariance", "tasks"))
+    legs = {leg.stage: leg for leg in plot("m", SUPPORTED, options, Path("run"))}
+    assert list(legs)[-4:] == ["tasks", "invariance", "localise", "bench"]
+    assert legs["tasks"].shown == "pilotage validate m --reference /ref --level 1"
+    assert legs["localise"].shown == "pilotage localise m --reference /ref"
+    # A relation of the served model to itself; another reference changes nothing about it.
+    assert legs["invariance"].shown == "pilotage invariance m" and not legs["invariance"].depends
+    with pytest.raises(BadInput, match="is a stage of every voyage"):
+        embark("tiny:llama3", Options(also=("bench",)))
+    with pytest.raises(BadInput, match="no stage is called 'invariants'"):
+        embark("tiny:llama3", Options(also=("invariants",)))
+
+
 def test_commands_are_quoted_as_one_would_type_them() -> None:
     legs = plot("/my models/x; rm -rf /", SUPPORTED, Options(), Path("run"))
     assert legs[3].shown == "pilotage weights '/my models/x; rm -rf /'"

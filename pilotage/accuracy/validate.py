@@ -275,6 +275,7 @@ def validate(
     """
     from pilotage.arch import source
     from pilotage.arch.spec import ArchSpec
+    from pilotage.serving import settings
 
     unknown = [arm for arm in arms if arm not in ARMS]
     if unknown:
@@ -313,7 +314,10 @@ def validate(
         ids, new_tokens = prompt_ids(ref_path, ref_spec)
         tokens: Sequence[int] = max(ids, key=len)
         if 2 in chosen:
-            truth = comparison.reference(ref_path, hf_model, list(prompt_tokens or ids), new_tokens)
+            # Of a prompt that is longer than what is served the end is taken, where the answer is.
+            longest = min(settings.MAX_MODEL_LEN, ref_spec.max_position or settings.MAX_MODEL_LEN) - new_tokens
+            given = [list(prompt)[-longest:] for prompt in prompt_tokens or ids]
+            truth = comparison.reference(ref_path, hf_model, given, new_tokens)
             streams = truth.streams
             clock("hf_float32")
             key = [controls.digest(ref_path), str(rounded)]

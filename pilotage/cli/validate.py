@@ -93,6 +93,7 @@ def verb(app: typer.Typer) -> None:
                 limit=limit,
                 num_fewshot=num_fewshot,
                 max_length=max_length,
+                dtype=arm[0] if arm and len(arm) == 1 else "bfloat16",
                 through=_one_of(through, ("server", "engine"), "--through"),
             ),
             checks=ModulePlan(
@@ -130,7 +131,8 @@ def _show(result: Validation) -> None:
     against = "" if result.reference == result.model else f" against {result.reference}"
     style = STYLES[result.status.value]
     console.print(f"[bold]{result.model}[/bold]{against}: [{style}]{result.status.value}[/{style}]", highlight=False)
-    console.print(_verdicts(result))
+    if _all(result):
+        console.print(_verdicts(result))
     for source in dict.fromkeys(verdict.bound_source for verdict in _all(result)):
         console.print(f"[dim]bound: {source}[/dim]", highlight=False)
     if result.tasks:

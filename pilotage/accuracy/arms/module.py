@@ -36,7 +36,7 @@ class Job:
 
     Attributes:
         name: relative to the decoder.
-        kind: "embedding", "norm", "mlp", "attention", "decoder layer" or "rope".
+        kind: "embedding", "norm", "mlp", "linear", "attention", "decoder layer" or "rope".
         label: of the result.
         x: its input, [1, S, D]; tokens [1, S] of an embedding; positions [S] of RoPE, whose answer is cos and sin.
         layer_type: kind of attention, for those of `CONTEXT` and for RoPE.
@@ -202,8 +202,15 @@ class OurModules:
 
     @torch.inference_mode()
     def run(self, name: str, x: Tensor) -> Tensor:
-        """Call a module that looks at its input alone."""
-        return self.module(name)(x.to(self.dtype) if x.is_floating_point() else x)
+        """Call a module that looks at its input alone; a row-parallel projection gets its rank's part of it."""
+        module = self.module(name)
+        if isinstance(weight := getattr(module, "weight", None), Tensor) and weight.ndim == 2:
+            from pilotage.parallel import get_tp_group
+
+            width, rank = weight.shape[1], get_tp_group().rank
+            if x.shape[-1] == width * get_tp_group().world_size:
+                x = x[..., rank * width : (rank + 1) * width]
+        return module(x.to(self.dtype) if x.is_floating_point() else x)
 
     def answer(self, job: Job) -> Tensor | None:
         """Return a module's output for a job; None where we have no such module."""

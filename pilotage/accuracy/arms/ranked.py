@@ -46,11 +46,20 @@ def answers(
             last = str(error).strip().splitlines()[-1]
             raise PilotageError(f"a rank failed: {last}", where=f"{ranks} ranks of {checkpoint}") from error
         found: list[list[Tensor | None]] = [torch.load(out / f"{rank}.pt", weights_only=True) for rank in range(ranks)]
-    for job, *outputs in zip(jobs, *found, strict=True):
-        first = outputs[0]
-        if any((x is None) != (first is None) or (x is not None and not torch.equal(x, first)) for x in outputs[1:]):
-            raise PilotageError("ranks return different outputs", where=job.name)
-    return found[0]
+    return [_joined(job, outputs) for job, *outputs in zip(jobs, *found, strict=True)]
+
+
+def _joined(job: Job, outputs: Sequence[Tensor | None]) -> Tensor | None:
+    """Return what all ranks agree on, or their shards of a projection's output side by side."""
+    known = [output for output in outputs if output is not None]
+    if not known:
+        return None
+    if len(known) == len(outputs):
+        if all(torch.equal(output, known[0]) for output in known[1:]):
+            return known[0]
+        if job.kind == "linear":
+            return torch.cat(known, dim=-1)
+    raise PilotageError("ranks return different outputs", where=job.name)
 
 
 def _rank(

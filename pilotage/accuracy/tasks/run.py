@@ -15,9 +15,9 @@ import torch
 from pilotage.accuracy import gates, level_gates
 from pilotage.accuracy.arms import hf
 from pilotage.accuracy.comparison import finite
-from pilotage.accuracy.tasks import load, paired
+from pilotage.accuracy.tasks import kept, load, paired
 from pilotage.accuracy.tasks.plan import TaskPlan, Threshold
-from pilotage.core.errors import BadInput, PilotageError, Unavailable
+from pilotage.core.errors import BadInput, PilotageError, Unavailable, Unsupported
 from pilotage.core.nouns import Status, Verdict, worst
 
 if TYPE_CHECKING:
@@ -145,13 +145,14 @@ def run(path: Path, reference: Path, plan: TaskPlan, *, eager: bool = False) -> 
     with hf.quiet():
         tokenizer = loader.from_pretrained(reference)
     length = plan.max_length or _max_length(path)
-    from pilotage.accuracy.tasks.lm import HFTaskLM
 
-    model = hf.load(reference, torch.float32)
-    arm = HFTaskLM(model, tokenizer, length - 1)
-    expected = evaluate(arm, plan)
-    truncated = arm.truncated
-    del arm, model
+    def ask() -> kept.Found:
+        from pilotage.accuracy.tasks.lm import HFTaskLM
+
+        arm = HFTaskLM(hf.load(reference, torch.float32), tokenizer, length - 1)
+        return evaluate(arm, plan)
+
+    expected = kept.answers(reference, plan, list(names), length, ask)
     gc.collect()
     with target(path, tokenizer, length, plan, eager=eager) as served:
         found = evaluate(served, plan)
@@ -159,7 +160,7 @@ def run(path: Path, reference: Path, plan: TaskPlan, *, eager: bool = False) -> 
             "target": f"{served.name}, {plan.dtype}",
             "reference": "Hugging Face, float32",
             "limit": plan.limit,
-            "truncated_prompts": truncated,
+            "truncated_prompts": served.truncated,
         }
         results = [
             judge(name, found[name], expected[name], plan.thresholds, encode=served.tok_encode, about=about)
@@ -228,9 +229,12 @@ def evaluate(arm: TaskLM, plan: TaskPlan) -> dict[str, dict[str, Any]]:
                     task.set_config(key="num_fewshot", value=0)
                 task.set_fewshot_seed(seed=SEED)
             everything: Any = {"tasks": tasks, "groups": {}, "group_map": {}}
-            answer: Any = evaluator.evaluate(
-                lm=arm, task_dict=everything, limit=plan.limit, bootstrap_iters=0, log_samples=True
-            )
+            try:
+                answer: Any = evaluator.evaluate(
+                    lm=arm, task_dict=everything, limit=plan.limit, bootstrap_iters=0, log_samples=True
+                )
+            except ValueError as error:  # a task that runs code, or wants images
+                raise Unsupported(f"lm-eval refuses it: {error}", where=name) from error
             for task_name, task in tasks.items():
                 listed = [str(entry["metric"]) for entry in task.config.metric_list or []]
                 found[task_name] = {"samples": answer["samples"][task_name], "metrics": listed}

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-MODEL_HELP = "a local directory, a Hugging Face id, gemma3-270m, or tiny:llama3, tiny:gemma3, tiny:qwen2, tiny:qwen3"
+MODEL_HELP = "a local directory, a Hugging Face id, gemma3-270m, or tiny:<llama3, gemma3, qwen3_moe, ...>"
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON for machines.")]

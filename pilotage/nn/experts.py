@@ -88,7 +88,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, affinities: Tensor) -> Tensor:
         """Run the experts: x [..., D] and affinities [..., E] of the same rows -> [..., D], summed over the ranks."""
-        gate_up, down = self.gate_up_proj, self.down_proj
+        gate_up: Tensor = self.gate_up_proj
+        down: Tensor = self.down_proj
         if self.inputs_first:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
         partial = NF.experts(

@@ -18,7 +18,7 @@ from pilotage.accuracy.invariance.run import as_streams
 from pilotage.core.nouns import Status
 from pilotage.serving import launch
 
-pytestmark = [pytest.mark.engine, pytest.mark.distributed]
+pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.slow]
 
 
 def test_faults_of_one_rank_are_found(tiny: Callable[..., Path]) -> None:

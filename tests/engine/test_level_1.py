@@ -55,6 +55,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(controls, "CONTROLS", tuple(c for c in controls.CONTROLS if not c.compiled))
 
 
+@pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("through", ["engine", pytest.param("server", marks=pytest.mark.slow)])
 def test_a_clean_model_answers_like_the_reference(through: Any, tiny: Callable[..., Path], tasks: Path) -> None:
     plan = TaskPlan(

@@ -99,6 +99,37 @@ class HFModules:
         found = module(x, *call.args, **call.kwargs) if call.key is None else module(**{call.key: x}, **call.kwargs)
         return found[0] if isinstance(found, tuple) else found
 
+    def routed(self, name: str, x: Tensor) -> tuple[Tensor, Tensor, int] | None:
+        """Run a module that may hold experts, and see what its router is asked.
+
+        Returns:
+            The module's output, router logits [S, E] in fp32 of the tokens, and how many experts each goes to; None
+            where there is no router. With several routers inside, the last one's.
+        """
+        found: list[tuple[Tensor, int]] = []
+
+        def see(router: Any, args: tuple[Any, ...], _: Any) -> None:
+            bias = getattr(router, "bias", None)
+            logits = torch.nn.functional.linear(
+                args[0].float(), router.weight.float(), None if bias is None else bias.float()
+            )
+            found.append((logits.reshape(-1, logits.shape[-1]), int(router.top_k)))
+
+        routers = [
+            module
+            for module in self.decoder.get_submodule(name).modules()
+            if hasattr(module, "top_k") and isinstance(getattr(module, "weight", None), Tensor)
+        ]
+        if not routers:
+            return None
+        hooks = [router.register_forward_hook(see) for router in routers]
+        try:
+            out = self.run(name, x)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return out, *found[-1]
+
     @torch.inference_mode()
     def rope(self, positions: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
         """Return cos and sin [S, R] of one kind of layer at positions [S]."""

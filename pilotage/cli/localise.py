@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,6 +35,19 @@ def verb(app: typer.Typer) -> None:
         arm: Annotated[
             list[str] | None, typer.Option(metavar="DTYPE", help="Only this arm: float32 or bfloat16.")
         ] = None,
+        engine: Annotated[
+            bool, typer.Option("--engine", help="Run in the vLLM engine, compiled, instead of in this process.")
+        ] = False,
+        eager: Annotated[bool, typer.Option("--eager", help="Do not compile the engine's graphs.")] = False,
+        ranks: Annotated[
+            int, typer.Option(metavar="N", help="Tensor-parallel ranks; more than one needs --engine.")
+        ] = 1,
+        condition: Annotated[
+            Path | None,
+            typer.Option(
+                metavar="FILE", help="Run this condition: the `how` of a result of `pilotage invariance --json`."
+            ),
+        ] = None,
         json: Json = False,
     ) -> None:
         """Hand the reference's values onward at every site and score what each site makes of them.
@@ -44,11 +58,20 @@ def verb(app: typer.Typer) -> None:
         Exits with 0 if nothing is at fault, 1 if something is, 2 if something could not be measured.
         """
         from pilotage.accuracy import localise as accuracy
+        from pilotage.core.errors import BadInput
+        from pilotage.core.store import read_json
 
+        if (eager or ranks > 1) and not engine and condition is None:
+            raise BadInput("this is about the engine", where="--eager" if eager else "--ranks", do="add --engine")
+        if condition is not None:
+            how = accuracy.Condition.from_json(read_json(condition))
+        else:
+            how = accuracy.Condition(engine=engine, eager=eager, ranks=ranks)
         found = accuracy.localise(
             model,
             reference=reference,
             arms=tuple(arm or accuracy.ARMS),
+            condition=how,
             command=shlex.join(["pilotage", *sys.argv[1:]]),
         )
         if json:

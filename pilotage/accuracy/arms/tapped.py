@@ -34,15 +34,25 @@ class Request:
         tokens: all tokens; the last is never an input.
         parts: sizes of the prefill's parts; the first is computed with nothing cached.
         kept: ascending positions whose logits are compared.
+        arrives: step before which it is handed to an engine.
     """
 
     tokens: tuple[int, ...]
     parts: tuple[int, ...]
     kept: tuple[int, ...]
+    arrives: int = 0
 
     @property
     def length(self) -> int:
         return len(self.tokens) - 1
+
+    @property
+    def prompt_length(self) -> int:
+        return sum(self.parts)
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.tokens[: self.prompt_length]
 
     def phases(self) -> list[str]:
         """Name the phase of each position: "prefill", "chunk" (reads the cache) or "decode"."""
@@ -64,6 +74,20 @@ class Handed:
 
     def at(self, site: str) -> list[Tensor] | None:
         return self.rows.get(site) if self.only is None or site in self.only else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cached:
+    """What a layer's pages hold at the end of a run.
+
+    Attributes:
+        first: for each request the first position that is still there.
+        keys, values: for each request [positions, K, H] from that position on.
+    """
+
+    first: Sequence[int]
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
 
 
 class HFTapped:
@@ -263,15 +287,15 @@ class PagedTapped:
             for hook in hooks:
                 hook.remove()
 
-    def cached(self, requests: Sequence[Request]) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-        """Read the pages back after `observe`: attention module -> keys and values of each request [positions, K, H].
+    def cached(self, requests: Sequence[Request], handed: Handed) -> dict[str, Cached]:
+        """Read the pages back that `observe` left, by attention module.
 
         Raises:
             PilotageError: nothing has been computed yet.
         """
         if self.pages is None:
             raise PilotageError("nothing is cached yet", where="PagedTapped", do="call observe first")
-        found: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+        found: dict[str, Cached] = {}
         for name, pages in self.pages.items():
             sides: tuple[list[Tensor], list[Tensor]] = ([], [])
             for index, request in enumerate(requests):
@@ -279,7 +303,7 @@ class PagedTapped:
                 blocks = self._table[index].long()[at // self._block_size]
                 for side, page in zip(sides, pages, strict=True):
                     side.append(page[blocks, :, at % self._block_size])
-            found[f"model.{name}"] = sides
+            found[f"model.{name}"] = Cached(first=[0] * len(requests), keys=sides[0], values=sides[1])
         return found
 
 

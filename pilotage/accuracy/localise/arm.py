@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pilotage.accuracy.arms.tapped import HEAD_SITES, Handed, HFTapped, PagedTapped, Request, Rows
+from pilotage.accuracy.arms.tapped import HEAD_SITES, Cached, Handed, HFTapped, Request, Rows
 from pilotage.accuracy.localise import blame, score, variants
 from pilotage.accuracy.localise.blame import KV, Culprit, Finding
 from pilotage.core.errors import BadInput
@@ -33,6 +33,8 @@ class Target(Protocol):
     def observe(
         self, requests: Sequence[Request], sites: Sequence[str] | None = None, handed: Handed | None = None
     ) -> Rows: ...
+
+    def cached(self, requests: Sequence[Request], handed: Handed) -> dict[str, Cached]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +110,7 @@ class Bench:
         findings: list[Finding] = []
         for site in self.sites:
             self._judge(site, observed.get(site), expected[site], controls[site], table, findings)
-        if isinstance(self.target, PagedTapped):
-            self._cache(table, findings)
+        self._cache(table, findings, handed)
         return ArmReport(
             arm=self.arm, target=self.target.name, sites=table, findings=findings, logits=self._free_running()
         )
@@ -127,6 +128,13 @@ class Bench:
         if actual is None:
             return
         joined = _joined(actual)
+        missing: Sequence[Tensor] = getattr(self.target, "missing", ())
+        if any(bool(lost.any()) for lost in missing):
+            # Rows of a prefix that was found in the cache were never computed: they are not measured.
+            computed = torch.tensor([not bool(missing[r][p]) for r, p in where])
+            where = [at for at, there in zip(where, computed.tolist(), strict=True) if there]
+            joined, expected = joined[computed], expected[computed]
+            controls = [control.taken(computed) for control in controls]
         if joined.shape != expected.shape:
             raise BadInput(
                 f"the target has {list(joined.shape)} there, the reference {list(expected.shape)}",
@@ -162,27 +170,28 @@ class Bench:
     def _phase(self, request: int, position: int) -> str:
         return self.requests[request].phases()[position]
 
-    def _cache(self, table: list[dict[str, Any]], findings: list[Finding]) -> None:
+    def _cache(self, table: list[dict[str, Any]], findings: list[Finding], handed: Handed) -> None:
         """Read the pages against what was handed to them: a contiguous oracle for the cache's addressing.
 
         Attention that is right whatever its pages look like has another layout and no fault, so only layers whose
         heads are wrong are read.
         """
-        assert isinstance(self.target, PagedTapped)
         wrong = {f.key.removesuffix(".heads") for f in findings if f.key.endswith(".heads")}
         if not wrong:
             return
-        for name, (keys, values) in self.target.cached(self.requests).items():
+        for name, pages in self.target.cached(self.requests, handed).items():
             if name not in wrong or f"{name}.k_rope" not in self.handed:
                 continue
-            for site, pages in (("k_rope", keys), ("v", values)):
-                expected = _joined(self.handed[f"{name}.{site}"])
+            where = [(r, p) for r, request in enumerate(self.requests) for p in range(pages.first[r], request.length)]
+            phases = [self._phase(r, p) for r, p in where]
+            for site, read in (("k_rope", pages.keys), ("v", pages.values)):
+                rows = zip(self.handed[f"{name}.{site}"], pages.first, strict=True)
+                expected = _joined([whole[first:] for whole, first in rows])
                 exact = score.measure(expected, expected)
-                phases = [self._phase(r, p) for r, p in self.where]
-                scored = score.score(score.measure(_joined(pages), expected), [exact], phases, self.dtype, self.floor)
+                scored = score.score(score.measure(_joined(read), expected), [exact], phases, self.dtype, self.floor)
                 table.append({"site": f"{name}.{KV}", "side": site, **scored.to_json()})
                 if scored.status is Status.FAIL:
-                    findings.append(self._finding(f"{name}.{KV}", scored, self.where, phases))
+                    findings.append(self._finding(f"{name}.{KV}", scored, where, phases))
 
     def _free_running(self) -> dict[str, float]:
         """Run everything without handing anything onward; returns relative errors of the logits."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,59 @@ from pilotage.core.nouns import Status
 ARMS = ("float32", "bfloat16")
 # (checkpoint, dtype, tokens of the longest request) -> what is localised.
 MakeTarget = Callable[[Path, torch.dtype, int], Target]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """How the target is run.
+
+    Attributes:
+        engine: in the vLLM engine; else by itself in this process, where nothing is compiled.
+        eager: the engine does not compile.
+        ranks: tensor-parallel ranks of the engine.
+        options: further arguments of `serving.launch.engine`.
+        schedule: `serving.drive.Schedule` as JSON values: its requests replace the usual ones.
+    """
+
+    engine: bool = False
+    eager: bool = False
+    ranks: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    schedule: Mapping[str, Any] | None = None
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Condition:
+        """Read the `how` of a condition that `pilotage invariance --json` lists.
+
+        Raises:
+            BadInput: it has no engine or no schedule.
+        """
+        if not isinstance(values, Mapping) or not {"engine", "schedule"} <= values.keys():
+            raise BadInput("a condition has an engine and a schedule", where="--condition")
+        options = dict(values["engine"])
+        return cls(
+            engine=True,
+            eager=bool(options.pop("enforce_eager", False)),
+            ranks=int(options.pop("tensor_parallel_size", 1)),
+            options={name: value for name, value in options.items() if name != "dtype"},
+            schedule=values["schedule"],
+        )
+
+    def target(self, path: Path, dtype: torch.dtype, longest: int) -> Target:
+        """Make what is localised."""
+        if not self.engine:
+            return PagedTapped(path, dtype, longest)
+        from pilotage.accuracy.arms.tapped_engine import TappedEngine
+
+        return TappedEngine(
+            path,
+            dtype,
+            longest,
+            eager=self.eager,
+            ranks=self.ranks,
+            options=self.options,
+            schedule=self.schedule,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,29 +137,50 @@ class Localisation:
         }
 
 
-def feed(sequences: Sequence[Sequence[int]], sizes: Sequence[int], *, vocab_size: int) -> list[Request]:
+def feed(
+    sequences: Sequence[Sequence[int]], sizes: Sequence[int], *, vocab_size: int, parts: bool = True
+) -> list[Request]:
     """Say how streams are fed: whole prompts, prompts in two and three parts, and the longest both ways.
 
     Args:
         sequences: prompts with their continuations.
         sizes: tokens of each prompt.
         vocab_size: decides how many rows of logits are kept.
+        parts: False for whole prompts alone, where the engine cuts them.
     """
-    found = []
     rows = 2 * sum(len(tokens) for tokens in sequences)
     everything = rows * vocab_size <= prompts.MAX_LOGITS
 
     def request(tokens: Sequence[int], size: int, pieces: int) -> Request:
         cuts = [0, *(round(size * (i + 1) / pieces) + (i % 2) for i in range(pieces - 1)), size]
-        parts = tuple(b - a for a, b in itertools.pairwise(cuts) if b > a)
         kept = prompts.compared(len(tokens), size, everything=everything)
-        return Request(tokens=tuple(tokens), parts=parts, kept=kept)
+        return Request(
+            tokens=tuple(tokens), parts=tuple(b - a for a, b in itertools.pairwise(cuts) if b > a), kept=kept
+        )
 
-    for index, (tokens, size) in enumerate(zip(sequences, sizes, strict=True)):
-        found.append(request(tokens, size, min(size, (1, 2, 3, 1)[index % 4])))
+    if not parts:
+        return [request(tokens, size, 1) for tokens, size in zip(sequences, sizes, strict=True)]
+    found = [
+        request(tokens, size, min(size, (1, 2, 3, 1)[index % 4]))
+        for index, (tokens, size) in enumerate(zip(sequences, sizes, strict=True))
+    ]
     longest = max(range(len(sizes)), key=lambda index: sizes[index])
-    found.append(request(sequences[longest], sizes[longest], min(sizes[longest], 3)))
-    return found
+    return [*found, request(sequences[longest], sizes[longest], min(sizes[longest], 3))]
+
+
+def scheduled(schedule: Mapping[str, Any], *, vocab_size: int) -> list[Request]:
+    """Return the requests of a schedule."""
+    items = [(tuple(item["tokens"]), int(item["prompt"]), int(item["arrives"])) for item in schedule["requests"]]
+    everything = sum(len(tokens) for tokens, _, _ in items) * vocab_size <= prompts.MAX_LOGITS
+    return [
+        Request(
+            tokens=tokens,
+            parts=(size,),
+            kept=prompts.compared(len(tokens), size, everything=everything),
+            arrives=arrives,
+        )
+        for tokens, size, arrives in items
+    ]
 
 
 def localise(
@@ -113,8 +188,8 @@ def localise(
     *,
     reference: str | None = None,
     arms: Sequence[str] = ARMS,
+    condition: Condition | None = None,
     target: MakeTarget | None = None,
-    ranks: int = 1,
     command: str = "",
 ) -> Localisation:
     """Name the modules of a served model whose own error is larger than a clean computation's.
@@ -123,8 +198,8 @@ def localise(
         model: MODEL of the command line.
         reference: a checkpoint to compare with instead of the model's own.
         arms: dtypes.
-        target: makes what is localised; None for our model on its paged cache in this process.
-        ranks: tensor-parallel ranks of the target.
+        condition: how the target is run; None for in this process.
+        target: makes what is localised, instead of what the condition says. For measuring the gates themselves.
         command: the command line, for the report.
 
     Raises:
@@ -137,42 +212,42 @@ def localise(
     unknown = [arm for arm in arms if arm not in ARMS]
     if unknown:
         raise BadInput(f"no arm is called {unknown[0]!r}", where="--arm", do=f"use {' or '.join(ARMS)}")
-    clock = Clock()
+    clock, how = Clock(), condition or Condition()
     path = source.resolve(model)
     ref_path = source.resolve(reference) if reference is not None else path
     spec, ref_spec = (ArchSpec.from_hf(source.load_config(str(found))) for found in (path, ref_path))
     stored, ref_stored = storage_dtype(path), storage_dtype(ref_path)
     rounded = stored if stored != ref_stored and stored.itemsize < ref_stored.itemsize else None
     fp32 = hf.load(ref_path, torch.float32, rounded_to=rounded)
-    ids, new_tokens = prompt_ids(ref_path, ref_spec)
-    sequences = hf.greedy(fp32, ids, new_tokens)
     vocabulary = int(fp32.get_output_embeddings().weight.shape[0])
-    requests = feed(sequences, [len(prompt) for prompt in ids], vocab_size=vocabulary)
+    if how.schedule is not None:
+        requests = scheduled(how.schedule, vocab_size=vocabulary)
+    else:
+        ids, new_tokens = prompt_ids(ref_path, ref_spec)
+        sequences = hf.greedy(fp32, ids, new_tokens)
+        requests = feed(sequences, [len(prompt) for prompt in ids], vocab_size=vocabulary, parts=not how.engine)
     longest = max(len(request.tokens) for request in requests)
     clock("hf_float32")
 
     config = same_config.config_verdict(spec, ref_spec) if ref_path != path else None
     facts: Facts | None = None
     reports: list[ArmReport] = []
-    measured: list[Bench] = []
     for name, expected, control in _models(ref_path, fp32, arms, rounded):
         dtype = getattr(torch, name)
-        served = (target or PagedTapped)(path, dtype, longest)
-        arm = Bench(dtype, requests, expected, control, served, ranks)
-        reports.append(arm.measure(ref_spec.num_experts_per_token))
-        measured.append(arm)
-        if facts is None:
-            facts = _facts(arm, expected, config)
+        with contextlib.ExitStack() as stack:
+            served = (target or how.target)(path, dtype, longest)
+            if hasattr(served, "close"):
+                stack.callback(served.close)
+            arm = Bench(dtype, requests, expected, control, served, how.ranks)
+            report = arm.measure(ref_spec.num_experts_per_token)
+            facts = facts or _facts(arm, expected, config)
+            reports.append(conclude(arm, report, blame.rank(report.findings, facts)))
         clock(f"arm_{name}")
     assert facts is not None
-    culprits = blame.rank([finding for report in reports for finding in report.findings], facts)
-    for index, (arm, report) in enumerate(zip(measured, reports, strict=True)):
-        reports[index] = conclude(arm, report, culprits)
-    clock("causal")
     return Localisation(
         model=model,
         reference=reference or model,
-        culprits=culprits,
+        culprits=blame.rank([finding for report in reports for finding in report.findings], facts),
         arms=reports,
         config=config.to_json() if config is not None else None,
         requests=requests,

@@ -62,6 +62,18 @@ class SiteErrors:
     element: float
     bias: float
 
+    def taken(self, rows: Tensor) -> SiteErrors:
+        """Return the errors of some rows [n] bool; element and bias stay those of all of them."""
+        of = self.rows
+        some = metrics.RowErrors(
+            sq=of.sq[rows],
+            linf=of.linf[rows],
+            gain=of.gain[rows],
+            expected_sq=of.expected_sq[rows],
+            width=of.width,
+        )
+        return SiteErrors(rows=some, element=self.element, bias=self.bias)
+
 
 def measure(actual: Tensor, expected: Tensor) -> SiteErrors:
     """Compare the rows [n, width] of a site."""

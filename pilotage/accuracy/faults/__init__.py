@@ -1,0 +1,7 @@
+"""Planted faults: the test of the product itself."""
+
+from pilotage.accuracy.faults.fault import Fault, Patch
+from pilotage.accuracy.faults.run import Report, measure
+from pilotage.accuracy.faults.table import FAULTS
+
+__all__ = ["FAULTS", "Fault", "Patch", "Report", "measure"]

@@ -1,0 +1,365 @@
+"""Plant every fault, run every clean case, and keep what each check said. Resumable: a case is one file."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import pilotage.functional as NF
+from pilotage.accuracy.arms.tapped import PagedTapped
+from pilotage.accuracy.encoding import Encoder, encoding_verdict
+from pilotage.accuracy.faults.bench import ARMS, Bench, failures
+from pilotage.accuracy.faults.fault import Fault, Patch
+from pilotage.accuracy.faults.table import FAULTS
+from pilotage.accuracy.faults.target import RankedTapped, Ranks, ServedEncoder, rows_of
+from pilotage.accuracy.localise import localise
+from pilotage.accuracy.localise.run import Condition
+from pilotage.core import store
+from pilotage.core.errors import BadInput
+from pilotage.core.nouns import Status
+from pilotage.core.progress import track
+
+# Kept results of another recipe are measured again.
+RECIPE = 1
+SAMPLE_FAULTS, SAMPLE_CLEAN = 12, 10
+NAMED_TARGET = 0.95
+_ATTENTION = ("flash_attention", "segmented_attention", "attention_decode")
+KERNELS: dict[str, dict[str, str]] = {
+    "as served": {},
+    "plain torch": {
+        name: "torch" for name in (*_ATTENTION, "write_kv", "qkv_proj", "mlp", "linear", "o_proj", "lm_head")
+    },
+    "torch sdpa": {name: "sdpa" for name in _ATTENTION},
+    "projections not packed": {},
+}
+MODELS = ("gemma2", "gemma3", "gpt_oss", "llama3", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clean:
+    """A run in which nothing is wrong.
+
+    Attributes:
+        model: tiny model. seed: of its weights. kernels: key of `KERNELS`.
+        localised: localise is asked as well.
+    """
+
+    model: str
+    seed: int
+    kernels: str
+    localised: bool
+
+    @property
+    def id(self) -> str:
+        """A name for files and messages."""
+        return f"{self.model}@{self.seed} {self.kernels}".replace(" ", "-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What became of all cases.
+
+    Attributes:
+        faults: one result for each planted fault, in the order of the table.
+        clean: one for each clean run.
+    """
+
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    clean: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def missed(self) -> list[dict[str, Any]]:
+        """Faults that fp32 can see and that nothing found."""
+        return [found for found in self.faults if found["fp32"] and not found["detected"]]
+
+    @property
+    def misnamed(self) -> list[dict[str, Any]]:
+        """Detected faults of which the first culprit is another module."""
+        return [found for found in self.faults if found["detected"] and not found["named_first"]]
+
+    @property
+    def false_alarms(self) -> list[dict[str, Any]]:
+        """Clean runs in which something alarmed."""
+        return [found for found in self.clean if found["alarms"]]
+
+    @property
+    def status(self) -> Status:
+        """Pass where the targets hold: nothing missed, 95% named first, no false alarm."""
+        if not self.faults and not self.clean:
+            return Status.NOT_MEASURED
+        detected = [found for found in self.faults if found["detected"]]
+        named = len(detected) - len(self.misnamed)
+        bad = self.missed or self.false_alarms or named < NAMED_TARGET * len(detected)
+        return Status.FAIL if bad else Status.PASS
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "status": self.status.value,
+            "faults": self.faults,
+            "clean": self.clean,
+            "counts": {
+                "faults": len(self.faults),
+                "fp32_visible": sum(found["fp32"] for found in self.faults),
+                "detected": sum(found["detected"] for found in self.faults),
+                "missed": [found["id"] for found in self.missed],
+                "misnamed": [found["id"] for found in self.misnamed],
+                "clean": len(self.clean),
+                "false_alarms": [found["id"] for found in self.false_alarms],
+            },
+        }
+
+
+def clean_cases(count: int) -> list[Clean]:
+    """List clean runs: every model and kernel choice for one seed after another; the first of a seed is localised."""
+    found: list[Clean] = []
+    for seed in range(count):
+        for model in MODELS:
+            for kernels in KERNELS:
+                if len(found) == count:
+                    return found
+                found.append(Clean(model=model, seed=seed, kernels=kernels, localised=kernels == "as served"))
+    return found
+
+
+def sample() -> tuple[list[Fault], list[Clean]]:
+    """Choose what CI runs: a fault of every component and of as many models, and a clean run of every model."""
+    by_heading: dict[str, list[Fault]] = {}
+    for fault in FAULTS:
+        if fault.ranks == 1 and fault.fp32:
+            by_heading.setdefault(fault.heading, []).append(fault)
+    chosen: list[Fault] = []
+    for turn in range(SAMPLE_FAULTS):
+        for faults in by_heading.values():
+            used = [fault.model for fault in chosen]
+            left = [fault for fault in faults if fault not in chosen]
+            if left and len(chosen) < SAMPLE_FAULTS and turn <= len(chosen):
+                chosen.append(min(left, key=lambda fault: used.count(fault.model)))
+    clean = [Clean(model=model, seed=1, kernels="as served", localised=i < 3) for i, model in enumerate(MODELS)]
+    clean.append(Clean(model="gemma3", seed=1, kernels="plain torch", localised=False))
+    return chosen, clean[:SAMPLE_CLEAN]
+
+
+class Runner:
+    """Runs cases, keeping benches between those of one checkpoint.
+
+    Args:
+        out: directory of the kept results.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self._bench: Bench | None = None
+        self._ranks: Ranks | None = None
+
+    def close(self) -> None:
+        """End the tensor-parallel processes, if there are any."""
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def bench(self, model: str) -> Bench:
+        """Return the bench of a checkpoint; the last one is kept."""
+        if self._bench is None or self._bench.model != model:
+            self._bench = Bench(model)
+        return self._bench
+
+    def kept(self, kind: str, name: str) -> dict[str, Any] | None:
+        """Return the result of an earlier run of a case, if it is of this recipe."""
+        path = self.out / kind / f"{name}.json"
+        if not path.is_file():
+            return None
+        with contextlib.suppress(BadInput, TypeError, AttributeError):
+            found = store.read_json(path)
+            if found.get("recipe") == RECIPE:
+                return dict(found)
+        return None
+
+    def keep(self, kind: str, result: dict[str, Any]) -> dict[str, Any]:
+        """Write a case's result."""
+        store.write_json(self.out / kind / f"{result['id']}.json", result | {"recipe": RECIPE})
+        return result
+
+    def fault(self, fault: Fault) -> dict[str, Any]:
+        """Plant a fault, ask every check, and say what each found."""
+        start = time.perf_counter()
+        result = {
+            "id": fault.id, "name": fault.name, "heading": fault.heading, "model": fault.model, "only": fault.only,
+            "fp32": fault.fp32, "ranks": fault.ranks, "where": list(fault.where),
+        }  # fmt: skip
+        found = self._tokens(fault) if fault.subject == "tokenizer" else self._model(fault)
+        return result | found | {"seconds": round(time.perf_counter() - start, 1)}
+
+    def _tokens(self, fault: Fault) -> dict[str, Any]:
+        bench = self.bench(fault.model)
+        with Patch() as patch:
+            fault.plant(patch)
+            verdict = encoding_verdict(ServedEncoder(bench.path), Encoder(bench.path))
+        detected = verdict.status is Status.FAIL
+        culprits = [{"module": "tokenizer", "site": "ids", "key": "tokenizer"}] if detected else []
+        named = any(fault.names(culprit["module"]) for culprit in culprits)
+        by = ["token ids"] if detected else []
+        return {
+            "detected": detected, "detected_by": by, "arms": {}, "culprits": culprits, "named_first": named,
+            "named": named, "peers": {},
+        }  # fmt: skip
+
+    def _model(self, fault: Fault) -> dict[str, Any]:
+        bench = self.bench(fault.model)
+        for arm in ARMS:
+            bench.side(arm)  # measured while nothing is planted
+        arms: dict[str, Any] = {}
+        by: list[str] = []
+        peers: dict[str, bool] = {}
+        with Patch() as patch:
+            if fault.ranks == 1:
+                fault.plant(patch)
+            for arm in ARMS:
+                rows = rows_of(self._target(fault, bench, arm), bench.requests)
+                arms[arm] = failures(bench.compare(arm, rows))
+                by += [arm] if arms[arm] else []
+                if arm == "bfloat16":
+                    peers = bench.peers(rows)
+            modules = [] if by or fault.ranks > 1 else bench.failing_modules()
+            by += ["modules"] if modules else []
+            # The serving dtype is asked where fp32 has nothing to show.
+            chosen = ("float32",) if arms["float32"] else ("bfloat16",) if arms["bfloat16"] else ARMS
+            culprits = self._culprits(fault, bench, chosen) if by else []
+        return {
+            "detected": bool(by),
+            "detected_by": by,
+            "arms": arms,
+            "modules": modules[:5],
+            "culprits": culprits[:8],
+            "named_first": bool(culprits) and _right(fault, culprits[0]),
+            "named": any(_right(fault, culprit) for culprit in culprits),
+            "peers": peers,
+        }
+
+    def _target(self, fault: Fault, bench: Bench, arm: str) -> Any:
+        dtype = getattr(torch, arm)
+        if fault.ranks == 1:
+            return PagedTapped(bench.path, dtype, bench.longest)
+        return RankedTapped(self.ranks(fault.ranks), fault.id, bench.path, dtype, bench.longest)
+
+    def ranks(self, count: int) -> Ranks:
+        """Start the tensor-parallel processes, once."""
+        if self._ranks is None or not self._ranks.processes:
+            self._ranks = Ranks(count)
+        return self._ranks
+
+    def _culprits(self, fault: Fault, bench: Bench, arms: Sequence[str]) -> list[dict[str, Any]]:
+        target = None
+        if fault.ranks > 1:
+
+            def target(path: Path, dtype: torch.dtype, longest: int) -> Any:
+                return RankedTapped(self.ranks(fault.ranks), fault.id, path, dtype, longest)
+
+        found = localise(str(bench.path), arms=arms, target=target, condition=Condition(ranks=fault.ranks))
+        return [
+            {"module": c.module, "site": c.site, "key": c.key, "score": round(c.score, 3), "what": c.what}
+            for c in found.culprits
+        ]
+
+    def clean(self, case: Clean) -> dict[str, Any]:
+        """Run a clean case; anything that is not a pass is an alarm."""
+        start = time.perf_counter()
+        bench = self.bench(f"{case.model}@{case.seed}")
+        alarms: list[str] = []
+        peers: dict[str, bool] = {}
+        for arm in ARMS:
+            bench.side(arm)
+            target = PagedTapped(bench.path, getattr(torch, arm), bench.longest)
+            if case.kernels == "projections not packed":
+                _unpack(target.model)
+            with NF.forced(KERNELS[case.kernels]):
+                rows = rows_of(target, bench.requests)
+            alarms += [f"{arm}: {metric}" for metric in failures(bench.compare(arm, rows))]
+            if arm == "bfloat16":
+                peers = bench.peers(rows)
+        if case.localised:
+            found = localise(str(bench.path), arms=ARMS)
+            alarms += [f"localise: {culprit.key}" for culprit in found.culprits]
+            if found.status is Status.NOT_MEASURED:
+                alarms.append("localise: not measured")
+        return {
+            "id": case.id, "model": case.model, "seed": case.seed, "kernels": case.kernels,
+            "localised": case.localised, "alarms": alarms, "peers": peers,
+            "seconds": round(time.perf_counter() - start, 1),
+        }  # fmt: skip
+
+
+def _right(fault: Fault, culprit: dict[str, Any]) -> bool:
+    return fault.names(culprit["key"]) or fault.names(culprit["module"])
+
+
+def _unpack(model: Any) -> None:
+    from pilotage.nn import unpack
+
+    for module in model.modules():
+        if module.__dict__.get("packed") is not None:
+            unpack(module)
+
+
+def measure(
+    out: Path,
+    *,
+    faults: Sequence[Fault] = FAULTS,
+    clean: Sequence[Clean] = (),
+    only: str | None = None,
+    again: bool = False,
+) -> Report:
+    """Run cases that have no kept result, and report on all of them.
+
+    Args:
+        out: directory of the results; a run that was stopped goes on where it was.
+        faults: to plant.
+        clean: clean runs.
+        only: pattern of case names.
+        again: measure again what is there.
+
+    Raises:
+        BadInput: the pattern means no case.
+    """
+    chosen = [fault for fault in faults if only is None or fnmatchcase(fault.id, only)]
+    cases = [case for case in clean if only is None or fnmatchcase(case.id, only)]
+    if not chosen and not cases:
+        raise BadInput(f"{only!r} means no case", where="--only", do="name a model or a word of a fault: '*rope*'")
+    runner = Runner(out)
+    report = Report()
+    try:
+        # Those of one checkpoint together: its reference and controls are measured once.
+        for fault in track(sorted(chosen, key=lambda f: (f.ranks, f.model)), "planted faults"):
+            kept = None if again else runner.kept("faults", fault.id)
+            report.faults.append(kept or runner.keep("faults", runner.fault(fault)))
+        for case in track(sorted(cases, key=lambda c: (c.model, c.seed)), "clean runs"):
+            kept = None if again else runner.kept("clean", case.id)
+            report.clean.append(kept or runner.keep("clean", runner.clean(case)))
+    finally:
+        runner.close()
+    order = {fault.id: index for index, fault in enumerate(FAULTS)}
+    report.faults.sort(key=lambda found: order.get(found["id"], 0))
+    return report
+
+
+def kept_report(out: Path) -> Report:
+    """Read the results of an earlier run.
+
+    Raises:
+        BadInput: there are none.
+    """
+    runner = Runner(out)
+    faults = _read(runner, "faults", (fault.id for fault in FAULTS))
+    clean = _read(runner, "clean", (path.stem for path in sorted((out / "clean").glob("*.json"))))
+    if not faults and not clean:
+        raise BadInput("no results here", where=str(out), do="run `pilotage faults` first")
+    return Report(faults=faults, clean=clean)
+
+
+def _read(runner: Runner, kind: str, names: Iterable[str]) -> list[dict[str, Any]]:
+    return [found for name in names if (found := runner.kept(kind, name)) is not None]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PILOTAGE = Path(sys.executable).with_name("pilotage")
-VERBS = ["diff", "new", "weights", "smoke", "validate", "bench", "onboard", "doctor", "report"]
+VERBS = ["diff", "new", "weights", "smoke", "validate", "bench", "onboard", "doctor", "report", "compare", "invariance"]
 
 
 def run(*args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
@@ -51,6 +51,8 @@ def test_help_imports_neither_torch_nor_vllm(verb: str) -> None:
         ["bench", "/no/such/model"],
         ["onboard", "/no/such/model", "--run-dir", "{tmp}/run"],
         ["report", "/no/such/run"],
+        ["compare", "/no/such/run", "/no/other"],
+        ["invariance", "/no/such/model"],
         ["weights"],
         ["no-such-verb"],
     ],

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 ORDER = 72
 _SIGNS = {"better": "[green]▲[/green]", "worse": "[red]▼[/red]", "same": "=", "changed": "≠"}
 
-Run = Annotated[Path, typer.Argument(help="A directory that `pilotage onboard` wrote.")]
+HELP = "A directory that `pilotage onboard` wrote."
 
 
 def verb(app: typer.Typer) -> None:
     @app.command()
     def compare(
-        run_a: Run,
-        run_b: Run,
+        run_a: Annotated[Path, typer.Argument(metavar="RUN_A", help=HELP)],
+        run_b: Annotated[Path, typer.Argument(metavar="RUN_B", help=HELP)],
         out: Annotated[
             Path | None, typer.Option(metavar="FILE", help="Where the page goes; compare.html in RUN_B when not given.")
         ] = None,

@@ -56,7 +56,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("home")
-@pytest.mark.parametrize("through", ["engine", pytest.param("server", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("through", ["engine", "server"])
 def test_a_clean_model_answers_like_the_reference(through: Any, tiny: Callable[..., Path], tasks: Path) -> None:
     plan = TaskPlan(
         tasks=(str(tasks),),

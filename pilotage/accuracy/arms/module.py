@@ -218,7 +218,10 @@ class OurModules:
         """Return cos and sin [S, R] of one kind of layer at positions [S]."""
         import pilotage.functional as NF
 
-        cos, sin = NF.rope_table(positions, self.model.model.rope[layer_type], self.dtype)
+        tables = self.model.model.rope
+        # Hugging Face's config names no kinds where all layers are of one, and the one may be a sliding window.
+        found = next(iter(tables.values())) if len(tables) == 1 else tables[layer_type]
+        cos, sin = NF.rope_table(positions, found, self.dtype)
         return cos, sin
 
     @torch.inference_mode()

@@ -63,6 +63,7 @@ def test_fixtures_in_a_packages_own_tests(tmp_path: Path) -> None:
     assert {"embed_tokens", "layers.0.self_attn", "layers.0.mlp", "norm", "rotary_emb"} <= {name for _, name in passed}
 
 
+@pytest.mark.slow
 def test_a_planted_fault_is_a_failed_test_of_its_module(tmp_path: Path) -> None:
     """The package's conftest scales the MLP's output by 1%."""
     (tmp_path / "conftest.py").write_text(

@@ -171,7 +171,7 @@ def localise_view(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
                     "target": [number(row.get("target")) for row in depth],
                 },
                 title="relative error with nothing handed onward, by depth",
-                culprits=sorted(keys),
+                culprits=_around(keys, [str(row.get("site")) for row in depth]),
             )
         arms.append(
             {
@@ -198,6 +198,11 @@ def localise_view(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
         "arms": arms,
         "reference": result.get("reference"),
     }
+
+
+def _around(culprits: set[str], stream: Sequence[str]) -> list[str]:
+    """The places of the residual stream that culprits are at or inside of."""
+    return [site for site in stream if any(key == site or key.startswith(f"{site}.") for key in culprits)]
 
 
 def _site_map(sites: Sequence[Mapping[str, Any]], culprits: set[str]) -> Markup | None:

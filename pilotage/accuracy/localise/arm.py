@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pilotage.accuracy.arms.tapped import HEAD_SITES, Cached, Handed, HFTapped, Request, Rows
-from pilotage.accuracy.localise import blame, score, variants
+from pilotage.accuracy.localise import blame, course, score, variants
 from pilotage.accuracy.localise.blame import KV, Culprit, Finding
 from pilotage.core.errors import BadInput
 from pilotage.core.nouns import Status
@@ -47,6 +47,7 @@ class ArmReport:
         sites: for each site {"site", "score", ...}, in the order of the model.
         findings: sites at fault.
         logits: error of the free-running logits of target and controls over the RMS of the expected ones.
+        depth: relative error of the free-running residual stream, target and a control, in the order of the model.
         causal: what restoring the culprits does to the logits, None where there are none.
         unmeasured: why the arm says nothing, None if it does.
     """
@@ -56,6 +57,7 @@ class ArmReport:
     sites: list[dict[str, Any]]
     findings: list[Finding]
     logits: dict[str, float]
+    depth: list[dict[str, Any]] = field(default_factory=list)
     causal: dict[str, Any] | None = None
     unmeasured: str | None = None
 
@@ -67,6 +69,7 @@ class ArmReport:
             "causal": self.causal,
             "not_measured": self.unmeasured,
             "sites": self.sites,
+            "depth": self.depth,
         }
 
 
@@ -91,6 +94,7 @@ class Bench:
         """Hand the reference onward at every site, in every arm, and score what each site made of it."""
         free = self.expected.observe(self.requests, self.sites)
         self.free_logits = _joined(free["logits"])
+        self.stream = {site: free[site] for site in course.in_stream(self.sites)}
         self.handed = {site: [rows.to(self.dtype) for rows in found] for site, found in free.items()}
         if top_k is not None:
             _part_ties(self.handed, top_k)
@@ -111,8 +115,9 @@ class Bench:
         for site in self.sites:
             self._judge(site, observed.get(site), expected[site], controls[site], table, findings)
         self._cache(table, findings, handed)
+        logits, depth = self._free_running()
         return ArmReport(
-            arm=self.arm, target=self.target.name, sites=table, findings=findings, logits=self._free_running()
+            arm=self.arm, target=self.target.name, sites=table, findings=findings, logits=logits, depth=depth
         )
 
     def _judge(
@@ -144,7 +149,7 @@ class Bench:
         by_phase = [self._phase(r, p) for r, p in where]
         measured = score.measure(joined, expected)
         scored = score.score(measured, controls, by_phase, self.dtype, self.floor)
-        table.append({"site": site, **scored.to_json()})
+        table.append({"site": site, **scored.to_json(), "by_position": course.by_position(where, scored.by_row)})
         if scored.status is Status.FAIL:
             findings.append(self._finding(site, scored, where, by_phase))
 
@@ -193,15 +198,42 @@ class Bench:
                 if scored.status is Status.FAIL:
                     findings.append(self._finding(f"{name}.{KV}", scored, where, phases))
 
-    def _free_running(self) -> dict[str, float]:
-        """Run everything without handing anything onward; returns relative errors of the logits."""
-        logits = {"target": _joined(self.target.observe(self.requests, ["logits"])["logits"])}
+    def _free_running(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Run everything without handing anything onward.
+
+        Returns:
+            Relative errors of the logits, and those of the residual stream by depth in target and first control.
+        """
+        sites = [*self.stream, "logits"]
+        target = self.target.observe(self.requests, sites)
+        logits = {"target": _joined(target["logits"])}
         names = [variant.name for variant in variants.variants(self.dtype, "sdpa")]
         implementation = str(self.control.model.config._attn_implementation)
+        clean: Rows = {}
         for variant in variants.variants(self.dtype, implementation, self.ranks)[: len(names)]:
             with variant.applied(self.control.model):
-                logits[variant.name] = _joined(self.control.observe(self.requests, ["logits"])["logits"])
-        return {name: _relative(found, self.free_logits) for name, found in logits.items()}
+                rows = self.control.observe(self.requests, ["logits"] if clean else sites)
+            clean = clean or rows
+            logits[variant.name] = _joined(rows["logits"])
+        depth = [
+            {
+                "site": site,
+                "target": self._stream_error(target.get(site), site),
+                "control": self._stream_error(clean.get(site), site),
+            }
+            for site in self.stream
+        ]
+        return {name: _relative(found, self.free_logits) for name, found in logits.items()}, depth
+
+    def _stream_error(self, actual: Sequence[Tensor] | None, site: str) -> float | None:
+        expected = _joined(self.stream[site])
+        if actual is None or (joined := _joined(actual)).shape != expected.shape:
+            return None
+        missing: Sequence[Tensor] = getattr(self.target, "missing", ())
+        if any(bool(lost.any()) for lost in missing):
+            computed = torch.tensor([not bool(missing[r][p]) for r, p in self.where])
+            joined, expected = joined[computed], expected[computed]
+        return score.finite(_relative(joined, expected))
 
     def restore(self, groups: Sequence[tuple[str, Sequence[str]]], before: float) -> dict[str, Any]:
         """Run free but for some sites, where the reference is handed onward.

@@ -152,11 +152,7 @@ def localise_view(result: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if result is None:
         return None
     culprits = _list(result.get("culprits"))
-    keys = (
-        {str(culprit.get("key")) for culprit in culprits}
-        | {f"{culprit.get('module')}.{culprit.get('site')}" for culprit in culprits}
-        | {str(culprit.get("module")) for culprit in culprits}
-    )
+    keys = {str(culprit.get("key") or f"{culprit.get('module')}.{culprit.get('site')}") for culprit in culprits}
     arms = []
     for arm in _list(result.get("arms")):
         sites = _list(arm.get("sites"))

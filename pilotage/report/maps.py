@@ -110,6 +110,7 @@ def _chosen(rows: Sequence[Row]) -> list[Row]:
 
 def _short(label: str) -> str:
     text = label.removeprefix("model.").replace("layers.", "")
+    text = f"layer {text}" if text.isdigit() else text
     return text if len(text) <= 34 else "…" + text[-33:]
 
 

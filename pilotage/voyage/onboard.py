@@ -132,7 +132,8 @@ def sail(
             run.write(record)
             records[found.name] = record
     report = page.build(run.path)
-    ordered = [records[found.name] for found in (*STAGES, *EXTRAS) if found.name in records]
+    known = [found for found in (*STAGES, *EXTRAS) if found.name in records]
+    ordered = [records[found.name] for found in sorted(known, key=lambda found: found.number)]
     return Arrival(
         status=worst([record.status for record in ordered]), records=ordered, kept=frozenset(kept), report=report
     )

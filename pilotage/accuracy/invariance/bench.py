@@ -16,7 +16,7 @@ from pilotage.accuracy.invariance.rows import Rows
 from pilotage.core.nouns import Status, Verdict
 
 # Logits that may be held at a time for one condition; a model with a large vocabulary is compared at fewer positions.
-MAX_LOGITS = 48 * 1024 * 1024
+MAX_LOGITS = 96 * 1024 * 1024
 
 SHARP = "float32, eager"
 SERVED = "bfloat16, compiled"
@@ -115,11 +115,12 @@ def positions(streams: Streams, sizes: Sizes, vocab_size: int) -> list[int]:
     total = sum(len(tokens) - 1 for tokens in streams.tokens)
     if total * vocab_size <= MAX_LOGITS:
         return list(range(longest))
-    near = {edge + step for edge in sizes.edges() for step in (-1, 0)}
-    near |= {prompt + step for prompt in streams.prompts for step in range(-2, plans.NEW_TOKENS - 1)}
-    found = sorted(position for position in near if 0 <= position < longest)
-    most = max(16, MAX_LOGITS // vocab_size // len(streams))
-    return plans.thinned(found, most)
+    # Where each stream turns from prompt to decode; then what is around an edge, as much of it as fits.
+    turns = {prompt + step for prompt in streams.prompts for step in (-1, 0, 1)}
+    near = {edge + step for edge in sizes.edges() for step in (-1, 0)} - turns
+    most = max(8, MAX_LOGITS // vocab_size // len(streams) - len(turns))
+    chosen = [*turns, *plans.thinned(sorted(position for position in near if 0 <= position < longest), most)]
+    return sorted(position for position in set(chosen) if 0 <= position < longest)
 
 
 class Bench:

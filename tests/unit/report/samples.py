@@ -374,6 +374,7 @@ def localise(*, fault: bool = False, layers: int = 18) -> dict[str, Any]:
                 "target": 1e-3 * (1 + index / 40) * (30 if fault and index >= names.index(bad) else 1.02),
             }
             for index, place in enumerate(names)
+            if place.count(".") < 3
         ]
         return {
             "arm": name,

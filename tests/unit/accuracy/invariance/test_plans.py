@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pilotage.accuracy.invariance import plans
+from pilotage.accuracy.invariance import bench, plans
 from pilotage.accuracy.invariance.plans import Sizes
 from pilotage.serving.drive import Schedule
 
@@ -54,6 +54,16 @@ def test_prompts_stand_at_every_edge(sizes: Sizes) -> None:
     together = {sum(request.prompt for request in plan.schedule.requests) for plan in padding[1:]}
     full = [size for size in sizes.token_buckets if size <= sum(streams.prompts[:2])]
     assert all({size - 1, size, size + 1} <= together for size in full if size - 1 > streams.prompts[1])
+
+
+def test_a_large_vocabulary_is_compared_where_streams_turn_to_decode_and_around_edges() -> None:
+    streams = plans.streams(LARGE, draw)
+    everything = bench.positions(streams, LARGE, 320)
+    assert everything == list(range(max(len(tokens) for tokens in streams.tokens) - 1))
+    some = bench.positions(streams, LARGE, 262_144)
+    assert {prompt + step for prompt in streams.prompts for step in (-1, 0, 1)} <= set(some)
+    assert len(some) * len(streams) * 262_144 <= 1.1 * bench.MAX_LOGITS
+    assert sum(position > LARGE.windows[0] for position in some) >= 4
 
 
 def starts(budgets: tuple[int, ...], length: int) -> list[int]:

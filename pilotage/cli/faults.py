@@ -32,6 +32,9 @@ def verb(app: typer.Typer) -> None:
             Path | None, typer.Option(metavar="DIR", help="Keep results here. [default: PILOTAGE_HOME/faults]")
         ] = None,
         again: Annotated[bool, typer.Option("--again", help="Measure again what has a kept result.")] = False,
+        engine: Annotated[
+            bool, typer.Option("--engine", help="Plant them under the real vLLM engine; only asks which are found.")
+        ] = False,
         page: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the table as Markdown.")] = None,
         json: Json = False,
     ) -> None:
@@ -52,9 +55,10 @@ def verb(app: typer.Typer) -> None:
 
         where = out if out is not None else store.home() / "faults"
         planted, cases = faults_run.sample() if sample else (list(FAULTS), faults_run.clean_cases(clean))
-        report = faults_run.measure(where, faults=planted, clean=cases, only=only, again=again)
+        report = faults_run.measure(where, faults=planted, clean=cases, only=only, again=again, engine=engine)
         if page is not None:
-            store.write_text(page, pages.markdown(report))
+            # Of everything that is kept, not of this run alone.
+            store.write_text(page, pages.markdown(faults_run.kept_report(where)))
         if json:
             print_json(report.to_json())
         else:
@@ -70,11 +74,13 @@ def _print(report: Report) -> None:
     table = Table(box=None, header_style="bold")
     for title in ("model", "fault", "found by", "first culprit"):
         table.add_column(title)
+    for found in report.engine:
+        table.add_row(found["model"], found["name"], ", ".join(found["detected_by"]) or "[red]not found[/]", "")
     for found in report.faults:
         first = found["culprits"][0]["key"] if found["culprits"] else "-"
         by = ", ".join(found["detected_by"]) or "[red]not found[/]"
         table.add_row(found["model"], found["name"], by, first if found["named_first"] else f"[yellow]{first}[/]")
-    if report.faults:
+    if report.faults or report.engine:
         console.print(table)
     for line in summary(report):
         console.print(line, highlight=False)
@@ -86,6 +92,9 @@ def summary(report: Report) -> list[str]:
     """Say the counts in a few lines."""
     counts: dict[str, Any] = report.to_json()["counts"]
     named = counts["detected"] - len(counts["misnamed"])
+    engine = sum(found["detected"] for found in report.engine)
+    if report.engine:
+        return [f"{engine} of {counts['engine']} faults found under the engine", f"overall: {report.status.value}"]
     return [
         f"{counts['detected']} of {counts['faults']} faults found ({len(counts['missed'])} that fp32 can see are not)",
         f"{named} of {counts['detected']} named first",

@@ -35,7 +35,8 @@ def markdown(report: Report) -> str:
     parts = [_INTRODUCTION, *_summary(report)]
     if report.faults:
         parts += ["## Faults\n", _faults(report.faults)]
-        wrong = report.missed + report.misnamed
+        unseen = [found for found in report.faults if not found["detected"]]
+        wrong = unseen + report.misnamed
         if wrong:
             parts += ["## Missed and misnamed\n", _wrong(wrong)]
     parts += ["## The rules of others, on the same logits\n", _peers(report)]
@@ -49,6 +50,7 @@ def _summary(report: Report) -> list[str]:
     visible = [found for found in faults if found["fp32"]]
     named = len(detected) - len(report.misnamed)
     minutes = sum(found["seconds"] for found in (*faults, *clean)) / 60
+    seen = sum(found["detected"] for found in report.engine)
     localised = sum(found["localised"] for found in clean)
     rows = [
         ("faults planted", len(faults)),
@@ -57,6 +59,11 @@ def _summary(report: Report) -> list[str]:
         ("found, of those that fp32 can see", f"{len(visible) - len(report.missed)} of {len(visible)}"),
         ("named first, of those found", f"{named} of {len(detected)}" + _share(named, len(detected))),
         ("right module anywhere among the culprits", sum(found["named"] for found in faults)),
+        *(
+            [("found through the real engine", f"{seen} of {len(report.engine)} planted there")]
+            if report.engine
+            else []
+        ),
         ("clean runs with an alarm", f"{len(report.false_alarms)} of {len(clean)} ({localised} of them localised too)"),
         ("time, one core", f"{minutes:.0f} min"),
     ]
@@ -98,7 +105,10 @@ def _wrong(faults: Sequence[dict[str, Any]]) -> str:
     for found in faults:
         culprits = ", ".join(f"`{culprit['key']}`" for culprit in found["culprits"][:3]) or "-"
         right = "among the others" if found["named"] else "nowhere"
-        said = f"{culprits}; the right one is {right}" if found["detected"] else "nothing found it"
+        unseen = "nothing found it" + (
+            "" if found["fp32"] else "; a matter of bf16 rounding alone, which fp32 cannot see"
+        )
+        said = f"{culprits}; the right one is {right}" if found["detected"] else unseen
         rows.append((found["model"], found["name"], " or ".join(f"`{w}`" for w in found["where"]), said))
     return _table(("model", "fault", "right would be", "what came out"), rows)
 

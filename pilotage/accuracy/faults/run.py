@@ -69,15 +69,17 @@ class Report:
     Attributes:
         faults: one result for each planted fault, in the order of the table.
         clean: one for each clean run.
+        engine: one for each fault whose logits came from the real engine; of these only detection is asked.
     """
 
     faults: list[dict[str, Any]] = field(default_factory=list)
     clean: list[dict[str, Any]] = field(default_factory=list)
+    engine: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def missed(self) -> list[dict[str, Any]]:
         """Faults that fp32 can see and that nothing found."""
-        return [found for found in self.faults if found["fp32"] and not found["detected"]]
+        return [found for found in (*self.faults, *self.engine) if found["fp32"] and not found["detected"]]
 
     @property
     def misnamed(self) -> list[dict[str, Any]]:
@@ -92,7 +94,7 @@ class Report:
     @property
     def status(self) -> Status:
         """Pass where the targets hold: nothing missed, 95% named first, no false alarm."""
-        if not self.faults and not self.clean:
+        if not (self.faults or self.clean or self.engine):
             return Status.NOT_MEASURED
         detected = [found for found in self.faults if found["detected"]]
         named = len(detected) - len(self.misnamed)
@@ -104,12 +106,14 @@ class Report:
             "status": self.status.value,
             "faults": self.faults,
             "clean": self.clean,
+            "engine": self.engine,
             "counts": {
                 "faults": len(self.faults),
                 "fp32_visible": sum(found["fp32"] for found in self.faults),
                 "detected": sum(found["detected"] for found in self.faults),
                 "missed": [found["id"] for found in self.missed],
                 "misnamed": [found["id"] for found in self.misnamed],
+                "engine": len(self.engine),
                 "clean": len(self.clean),
                 "false_alarms": [found["id"] for found in self.false_alarms],
             },
@@ -194,6 +198,26 @@ class Runner:
         }  # fmt: skip
         found = self._tokens(fault) if fault.subject == "tokenizer" else self._model(fault)
         return result | found | {"seconds": round(time.perf_counter() - start, 1)}
+
+    def engine(self, fault: Fault) -> dict[str, Any]:
+        """Plant a fault under the real engine, in this process and not compiled, and judge the logits."""
+        from pilotage.accuracy.arms.engine import EngineArm
+
+        start = time.perf_counter()
+        bench = self.bench(fault.model)
+        arms: dict[str, Any] = {}
+        for arm in ARMS:
+            bench.side(arm)
+            with Patch() as patch:
+                fault.plant(patch)
+                found = EngineArm(bench.path, arm, enforce_eager=True).observe(bench.truth.streams)
+            arms[arm] = failures(bench.compare(arm, torch.cat(list(found.logits))))
+        by = [arm for arm in ARMS if arms[arm]]
+        return {
+            "id": fault.id, "name": fault.name, "heading": fault.heading, "model": fault.model, "only": fault.only,
+            "fp32": fault.fp32, "detected": bool(by), "detected_by": by, "arms": arms,
+            "seconds": round(time.perf_counter() - start, 1),
+        }  # fmt: skip
 
     def _tokens(self, fault: Fault) -> dict[str, Any]:
         bench = self.bench(fault.model)
@@ -313,6 +337,7 @@ def measure(
     clean: Sequence[Clean] = (),
     only: str | None = None,
     again: bool = False,
+    engine: bool = False,
 ) -> Report:
     """Run cases that have no kept result, and report on all of them.
 
@@ -322,6 +347,7 @@ def measure(
         clean: clean runs.
         only: pattern of case names.
         again: measure again what is there.
+        engine: plant the faults under the real engine instead, and ask whether they are found.
 
     Raises:
         BadInput: the pattern means no case.
@@ -334,6 +360,13 @@ def measure(
     report = Report()
     try:
         # Those of one checkpoint together: its reference and controls are measured once.
+        if engine:
+            # Workers of several ranks are processes of their own, and tokens are made before the engine.
+            possible = [f for f in chosen if f.ranks == 1 and f.subject == "model"]
+            for fault in track(sorted(possible, key=lambda f: f.model), "planted faults, engine"):
+                kept = None if again else runner.kept("engine", fault.id)
+                report.engine.append(kept or runner.keep("engine", runner.engine(fault)))
+            return report
         for fault in track(sorted(chosen, key=lambda f: (f.ranks, f.model)), "planted faults"):
             kept = None if again else runner.kept("faults", fault.id)
             report.faults.append(kept or runner.keep("faults", runner.fault(fault)))
@@ -358,7 +391,7 @@ def kept_report(out: Path) -> Report:
     clean = _read(runner, "clean", (path.stem for path in sorted((out / "clean").glob("*.json"))))
     if not faults and not clean:
         raise BadInput("no results here", where=str(out), do="run `pilotage faults` first")
-    return Report(faults=faults, clean=clean)
+    return Report(faults=faults, clean=clean, engine=_read(runner, "engine", (fault.id for fault in FAULTS)))
 
 
 def _read(runner: Runner, kind: str, names: Iterable[str]) -> list[dict[str, Any]]:

@@ -60,7 +60,24 @@ def test_a_checkpoint_without_a_tensor_is_refused_not_filled_with_noise(
         hf.load(tmp_path, torch.float32)
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_where_sdpa_does_not_fit_eager_is_the_reference_and_another_order_of_it_the_baseline(
+    name: str, tiny: Callable[..., Path]
+) -> None:
+    model = hf.load(tiny(name), torch.float32)
+    assert model.config._attn_implementation == "eager"
+    reference = torch.cat(hf.HFArm(model, "reference").observe(STREAMS).logits)
+    hf.set_attention(model, "eager")
+    assert model.config._attn_implementation == hf.GROUPED
+    other = torch.cat(hf.HFArm(model, "other").observe(STREAMS).logits)
+    cached = torch.cat(hf.HFArm(model, "cached", mode="chunked").observe(STREAMS).logits)
+    assert 0 < relative(other, reference) < 5e-6
+    assert relative(cached, reference) < 5e-6
+    hf.set_attention(model, "sdpa")
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma3", "qwen2", "qwen3", "gpt_oss", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("change", [symmetry.permute_hidden, symmetry.permute_inner])
 def test_permutations_move_rounding_and_nothing_else(
     name: str, change: Callable[[object, int], None], tiny: Callable[..., Path]

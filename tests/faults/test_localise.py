@@ -42,9 +42,7 @@ FAST = {
     "norm epsilon 1e-5 in the code",
     "K and V swapped in one layer, qwen3",
 }
-CASES = [
-    pytest.param(fault, id=fault.name, marks=[] if fault.name in FAST else pytest.mark.slow) for fault in FAULTS
-]
+CASES = [pytest.param(fault, id=fault.name, marks=[] if fault.name in FAST else pytest.mark.slow) for fault in FAULTS]
 
 
 @pytest.mark.parametrize("fault", CASES)

@@ -106,6 +106,7 @@ class TappedEngine:
                 logits = self._drive(llm, requests, Path(directory) / "logits")
             finally:
                 if wanted:
+                    self._keep_taps(llm)
                     llm.collective_rpc("capture_stop")
             rows = self._read(Path(captured), requests, wanted) if wanted else {}
         return {**rows, "logits": logits}
@@ -172,6 +173,11 @@ class TappedEngine:
         if self._reference is not None:
             sites = [] if handed is None else [s for s in self._reference if handed.at(s) and s not in HEAD_SITES]
             llm.collective_rpc("replace_sites", args=(sites,))
+
+    def _keep_taps(self, llm: Any) -> None:
+        """The engine drops taps that nothing uses; the ones it has would have to be compiled again."""
+        if self._reference is not None:
+            llm.collective_rpc("replace_sites", args=([s for s in self._reference if s not in HEAD_SITES],))
 
     def _drive(self, llm: Any, requests: Sequence[Request], directory: Path) -> list[Tensor]:
         """Run the requests; returns their logits at the kept positions."""

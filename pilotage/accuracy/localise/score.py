@@ -19,6 +19,8 @@ from torch import Tensor
 from pilotage.accuracy import gates, metrics
 from pilotage.core.nouns import Status
 
+# A pooled gain is measured with an error of its own; the unit is so many of them.
+GAIN_ERRORS = 2.0
 # In units of the largest control. Measured on clean models (docs/localise.md): pooled 1.03, row 1.3, element 1.6,
 # gain 1.2 at most.
 BOUNDS = {"rms": 1.4, "row": 3.0, "element": 4.0, "gain": 3.0}
@@ -45,7 +47,7 @@ def floors(dtype: torch.dtype) -> Floors:
         return Floors(rms=metrics.RMS_FLOOR, element=metrics.LINF_FLOOR, gain=metrics.GAIN_FLOOR)
     eps = torch.finfo(dtype).eps
     # A value is half a spacing off at most and a quarter on average; the gain of many roundings averages out.
-    return Floors(rms=eps / 6, element=2 * eps, gain=eps / 32)
+    return Floors(rms=eps / 6, element=2 * eps, gain=eps / 256)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,9 +206,20 @@ def _gain(target: SiteErrors, controls: Sequence[SiteErrors], dtype: torch.dtype
         unit = max(*(_rms(c.rows.gain) for c in controls), floor.gain)
         return _over(_rms(target.rows.gain), unit)
     # What Hugging Face rounds (a scale, say) is part of the model: the distance to its own bias counts.
-    home = controls[0].bias
-    unit = max(*(abs(c.bias - home) for c in controls), floor.gain)
-    return _over(abs(target.bias - home), unit)
+    home = controls[0]
+    unit = max(*(abs(c.bias - home.bias) for c in controls), GAIN_ERRORS * _bias_error(target, home), floor.gain)
+    return _over(abs(target.bias - home.bias), unit)
+
+
+def _bias_error(target: SiteErrors, home: SiteErrors) -> float:
+    """Return the standard error of the difference of two biases, from the rows' own."""
+    e = target.rows.expected_sq
+    total = float(e.sum())
+    if not total:
+        return 0.0
+    difference = target.rows.gain - home.rows.gain
+    mean = float((difference * e).sum()) / total
+    return float(((difference - mean) * e).norm()) / total
 
 
 def _rms(values: Tensor) -> float:

@@ -1,0 +1,135 @@
+"""Localisation in the running engine: nothing on clean models; faults of batching, padding, caching and ranks named.
+
+One engine serves all eager cases: faults are planted in its runner and operators while it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import planted_conditions
+import pytest
+import torch
+
+from pilotage.accuracy.arms.tapped_engine import TappedEngine
+from pilotage.accuracy.invariance import bench as benches
+from pilotage.accuracy.invariance import plans
+from pilotage.accuracy.localise import Condition, Localisation, localise
+from pilotage.core.nouns import Status
+
+pytestmark = pytest.mark.engine
+
+LONGEST = 200
+
+
+class Standing:
+    """An engine that outlives a localisation."""
+
+    def __init__(self, target: TappedEngine) -> None:
+        self.target = target
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "close":
+            raise AttributeError(name)
+        return getattr(self.target, name)
+
+
+def ask(path: Path, target: TappedEngine, condition: Condition) -> Localisation:
+    arm = str(target.dtype).removeprefix("torch.")
+    return localise(str(path), arms=(arm,), condition=condition, target=lambda *_: Standing(target))
+
+
+@pytest.fixture(scope="module")
+def eager(tiny: Callable[..., Path]) -> Iterator[tuple[Path, TappedEngine]]:
+    path = tiny("gemma3")
+    with TappedEngine(path, torch.float32, LONGEST, eager=True) as target:
+        yield path, target
+
+
+def kinds(found: Localisation) -> list[str]:
+    return list(dict.fromkeys(culprit.kind.removeprefix("model.layers.*.") for culprit in found.culprits))
+
+
+def test_nothing_is_named_on_a_clean_engine(eager: tuple[Path, TappedEngine]) -> None:
+    found = ask(*eager, Condition(engine=True, eager=True))
+    assert found.status is Status.PASS, [(culprit.key, culprit.score) for culprit in found.culprits]
+    (arm,) = found.arms
+    assert arm.target == "engine, eager" and len(arm.sites) > 100
+    assert max(site["score"] for site in arm.sites) < 0.9
+
+
+@pytest.mark.parametrize(
+    ("plant", "first"),
+    [
+        (planted_conditions.wrong_slot_of_the_second, "self_attn.kv"),
+        (planted_conditions.a_padded_decode_forgets_a_key, "self_attn.heads"),
+        (planted_conditions.decode_window_one_longer, "self_attn.heads"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_faults_of_a_batch_are_named(
+    plant: planted_conditions.Plant, first: str, eager: tuple[Path, TappedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    found = ask(*eager, Condition(engine=True, eager=True))
+    assert found.status is Status.FAIL
+    assert kinds(found)[0] == first
+    assert set(kinds(found)) <= {"self_attn.kv", "self_attn.heads"}
+    (arm,) = found.arms
+    assert arm.causal is not None and arm.causal["all_restore"]
+
+
+@pytest.mark.slow
+def test_a_condition_that_invariance_found(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks alone show it, and the condition says which; without it nothing is found."""
+    path = tiny("gemma3")
+    which = benches.settings(path, benches.SHARP)
+    streams = benches.drawn(path, which.sizes)
+    cut = next(plan for plan in plans.conditions(which.sizes, streams) if plan.name == "first chunk of 33")
+    condition = Condition.from_json(which.how(cut))
+    planted_conditions.window_ignores_the_chunk(monkeypatch)
+    found = localise(str(path), arms=("float32",), condition=condition)
+    assert kinds(found) == ["self_attn.heads"]
+    first = found.culprits[0].evidence["first_wrong_position"]
+    assert first is not None and first >= 33
+    whole = localise(str(path), arms=("float32",), condition=Condition(engine=True, eager=True))
+    assert whole.status is Status.PASS
+
+
+@pytest.mark.slow
+def test_the_compiled_engine(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    import json
+    import shutil
+
+    path = tiny("gemma3")
+    clean = localise(str(path), condition=Condition(engine=True))
+    assert clean.status is Status.PASS, [(culprit.key, culprit.score) for culprit in clean.culprits]
+    assert [arm.target for arm in clean.arms] == ["engine, compiled"] * 2
+    wrong = tmp_path / "wrong"
+    shutil.copytree(path, wrong)
+    config = json.loads((wrong / "config.json").read_text())
+    (wrong / "config.json").write_text(json.dumps({**config, "sliding_window": 17}))
+    found = localise(str(wrong), reference=str(path), arms=("bfloat16",), condition=Condition(engine=True))
+    assert kinds(found) == ["self_attn.heads"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_fault_of_one_rank(tiny: Callable[..., Path]) -> None:
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(planted_conditions)  # the workers have no such module
+    path = tiny("gemma3")
+    condition = Condition(engine=True, eager=True, ranks=2)
+    for dtype in (torch.bfloat16, torch.float32):
+        with TappedEngine(path, dtype, LONGEST, eager=True, ranks=2) as target:
+            clean = ask(path, target, condition)
+            assert clean.status is Status.PASS, [(culprit.key, culprit.score) for culprit in clean.culprits]
+            assert clean.arms[0].target == "engine, eager, 2 ranks"
+            if dtype is torch.float32:
+                target._engine().collective_rpc(planted_conditions.wrong_share_of_the_second_rank)
+                found = ask(path, target, condition)
+                assert kinds(found) == ["self_attn.o_proj"]
+                assert found.culprits[0].layers == list(range(6))

@@ -30,7 +30,7 @@ from pilotage.core.progress import track
 
 # Part of the cache key of measured controls.
 RECIPE = 1
-ENOUGH = 9
+ENOUGH = 8
 # Stretches that the positions of a stream are drawn together to.
 BINS = 24
 # No multiples of a block or window size, and of different shapes to a matrix product.

@@ -98,7 +98,7 @@ def reads(**changes: Any) -> Plant:
 
         real = DecoderConfig.__dict__["from_spec"].__func__
 
-        def from_spec(cls: Any, spec: Any, **own: Any) -> Any:
+        def from_spec(cls: Any, /, spec: Any, **own: Any) -> Any:
             config = real(cls, spec, **own)
             wrong = {name: value(config) if callable(value) else value for name, value in changes.items()}
             return dataclasses.replace(config, **wrong)

@@ -53,7 +53,7 @@ def _interleaved(real: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> t
 def _bf16_angles(real: Any, positions: Tensor, frequencies: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     angles = positions[..., None].bfloat16() * torch.tensor(frequencies.inv_freq).bfloat16()
     angles = torch.cat((angles, angles), -1)
-    return tuple((f(angles.float()) * frequencies.amplitude).to(dtype) for f in (torch.cos, torch.sin))  # type: ignore[return-value]
+    return tuple((f(angles.float()) * frequencies.amplitude).to(dtype) for f in (torch.cos, torch.sin))
 
 
 def _positions(change: Callable[[Tensor, Any], Tensor], phase: str) -> Plant:

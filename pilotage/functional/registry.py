@@ -205,6 +205,17 @@ def receipt() -> dict[str, list[dict[str, Any]]]:
     return out
 
 
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Leave what runs inside the block out of the receipt."""
+    before = _RECEIPT.copy()
+    try:
+        yield
+    finally:
+        _RECEIPT.clear()
+        _RECEIPT.update(before)
+
+
 def reset_receipt() -> None:
     """Forget what ran so far."""
     _RECEIPT.clear()

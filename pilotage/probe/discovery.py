@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pilotage import parallel
 from pilotage.core.tap import TapPlan, active, asking, tap
+from pilotage.functional.registry import unrecorded
 
 # Not places of their own: the whole model and its backbone, whose values are those of parts of theirs.
 _WHOLE = ("", "model")
@@ -182,6 +183,7 @@ def _run(model: nn.Module) -> dict[str, SiteInfo]:
 
     device = next(model.parameters()).device
     with (
+        unrecorded(),
         torch.no_grad(),
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.device(device),

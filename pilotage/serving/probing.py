@@ -60,6 +60,8 @@ class Probing:
         self.observer: dict[str, Any] | None = None
         self._known: dict[str, SiteInfo] | None = None
         self._asked: dict[str, SiteInfo] = {}
+        # A reference in the configuration: the platform gives its requests pages of their own.
+        self._salted = False
         self._prompt_of: dict[str, int | None] = {}
         self._requests: Counter[str] = Counter()
         self._fixed: Taps | None = None
@@ -76,7 +78,7 @@ class Probing:
                 self.replace_start(
                     replacement["tensors_path"], replacement.get("prompt_token_ids_path"), replacement.get("sites")
                 )
-                replaced = self.replacing
+                replaced, self._salted = self.replacing, True
             else:
                 replaced = self._select(replacement["sites"], "tensor_replacement.sites")
         self._tap(captured, replaced)
@@ -181,6 +183,7 @@ class Probing:
         self.replacer = replacer
         self._prompt_of.clear()
         self._requests.clear()
+        self._salted = False
         return self.replacing
 
     def replace_stop(self) -> dict[str, Any]:
@@ -252,6 +255,8 @@ class Probing:
 
     def _register(self, req_id: str, state: CachedRequestState) -> int | None:
         assert self.replacer is not None
+        # Found in the prefix cache, or computed before the replacement began.
+        self._requests["cached"] += state.num_computed_tokens
         params = state.sampling_params
         stated = ((params.extra_args if params is not None else None) or {}).get(PROMPT_KEY)
         try:
@@ -324,15 +329,16 @@ class Probing:
         """Count what was replaced.
 
         Returns:
-            `rows`: see `TensorReplacer.receipt`; `requests`: with and without a reference; `sites`; `zeroed`: sites
-            whose model code takes zero where a row has no reference; `whole`: whether every row that was computed was
-            replaced, or kept its live value because its request is none of the prompts.
+            `rows`: see `TensorReplacer.receipt`, and `cached`, rows that were computed before and only found;
+            `requests`: with and without a reference; `sites`; `zeroed`: sites whose model code takes zero where a row
+            has no reference; `whole`: whether every row that counts was replaced: none that was missed, none zeroed,
+            none found in pages that may hold keys of another plan.
         """
         if self.replacer is None:
             return {}
-        rows = self.replacer.receipt()
+        rows = {**self.replacer.receipt(), "cached": self._requests["cached"]}
         zeroed = [name for name in self.replacing if self.known[name].bare]
-        lacking = rows["missed"] + (rows["live"] if zeroed else 0)
+        lacking = rows["missed"] + (rows["live"] if zeroed else 0) + (0 if self._salted else rows["cached"])
         return {
             "rows": rows,
             "requests": {name: self._requests[name] for name in ("known", "unknown")},

@@ -102,6 +102,101 @@ def test_a_site_that_does_not_exist_is_named(served: tuple[Path, Any], tmp_path:
         llm.collective_rpc("capture_start", args=(str(tmp_path), ["model.layers.0.mpl"]))
 
 
+def test_preempted_requests_have_the_row_computed_last(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    path = tiny("llama3")
+    prompts = prompts_of((60, 50, 40, 30, 64, 20), seed=4)
+    with launch.engine(
+        path,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        additional_config=CONFIG,
+        block_size=16,
+        num_gpu_blocks_override=13,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+    ) as llm:
+        llm.collective_rpc("capture_start", args=(str(tmp_path), ["model.layers.*", "**.heads"]))
+        outputs = generate(llm, prompts, 40)
+        llm.collective_rpc("capture_stop")
+        counted = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    assert counted["vllm:num_preemptions"] > 0
+    captures = Captures.open(tmp_path)
+    computed = sum(len(step.request) for step in captures._steps)
+    assert computed > sum(len(prompt) + 39 for prompt in prompts), "some rows were computed twice"
+    check(captures, path, prompts, tokens_of(outputs), [0] * len(prompts))
+
+
+@pytest.mark.slow
+def test_a_server_started_with_captures_and_a_reference_on_disk(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """The document's online form; the server is ended in the middle, and what it recorded is whole all the same."""
+    import json
+    import urllib.request
+
+    path = tiny("gemma3")
+    prompt = prompts_of([30], seed=3)[0]
+    stream = [*prompt, 7, 8, 9]
+    rows = expected(tiny("gemma3", seed=3), [stream], ["model.norm"])[0]["model.norm"]
+    steps = [rows[None, :30], *(rows[None, : end + 1] for end in range(30, 33))]
+    torch.save([{"model.norm": steps}], tmp_path / "tensors.pt")
+    torch.save([prompt], tmp_path / "prompt_token_ids.pt")
+    config = {
+        **CONFIG,
+        "tensor_capture": {"sites": ["model.norm", "model.layers.0"], "path": str(tmp_path / "captures")},
+        "tensor_replacement": {
+            "reference_captures_path": str(tmp_path / "tensors.pt"),
+            "prompt_token_ids_path": str(tmp_path / "prompt_token_ids.pt"),
+        },
+    }
+    with launch.server(
+        path, dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=4, additional_config=config
+    ) as served:
+        body = {"model": served.model, "prompt": prompt, "max_tokens": 2, "temperature": 0.0, "return_token_ids": True}
+        request = urllib.request.Request(
+            f"{served.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=120) as answer:
+            said = json.loads(answer.read())["choices"][0]["token_ids"]
+    from pilotage.accuracy.arms.module import OurModules
+
+    head = OurModules(path, torch.float32, 64).model.compute_logits
+    assert said == [int(head(rows[position : position + 1]).argmax()) for position in (29, 30)]
+    captures = Captures.open(tmp_path / "captures")
+    assert not captures.complete
+    (name,) = captures.find(prompt)
+    assert captures.get(name, "model.norm")[0].tolist() == list(range(31))
+    own = expected(path, [[*prompt, said[0]]], ["model.norm", "model.layers.0"])[0]
+    for site, value in own.items():
+        assert (captures.get(name, site)[1] - value).abs().max() < 2e-4, "the live value is what is recorded"
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_compiled(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    path = tiny("gemma3", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    prompts = prompts_of(LENGTHS, seed=5)
+    config = {
+        "num_batched_tokens_buckets": [48],
+        "num_seqs_buckets": [4],
+        "tensor_capture": {"sites": [*SITES, "**.heads", "**.k_rope"], "path": str(tmp_path)},
+    }
+    with launch.engine(
+        path,
+        dtype="float32",
+        max_model_len=192,
+        max_num_seqs=4,
+        tensor_parallel_size=2,
+        enable_prefix_caching=False,
+        additional_config=config,
+    ) as llm:
+        outputs = generate(llm, prompts, 6)
+        summary = llm.collective_rpc("capture_stop")[0]
+    print(summary["observer"])
+    check(Captures.open(tmp_path), path, prompts, tokens_of(outputs), [0] * len(prompts))
+
+
+@pytest.mark.slow  # test_replacement.py compiles with both
 def test_compiled_with_the_sites_in_the_configuration(tiny: Callable[..., Path], tmp_path: Path) -> None:
     from torch._dynamo.utils import counters
 

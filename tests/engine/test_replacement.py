@@ -197,8 +197,7 @@ def test_compiled_offline_with_captures_in_memory(tiny: Callable[..., Path], tmp
     from torch._dynamo.utils import counters
     from vllm import SamplingParams
 
-    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    path, other = tiny("gemma3", **layers), tiny("gemma3", seed=3, **layers)
+    path, other = tiny("llama3", num_hidden_layers=2), tiny("llama3", seed=3, num_hidden_layers=2)
     ours, theirs = model_of(path), model_of(other)
     long = prompts_of([30], seed=6)[0]
     prompts = [long[:20], long]
@@ -214,6 +213,7 @@ def test_compiled_offline_with_captures_in_memory(tiny: Callable[..., Path], tmp
     section = {
         "num_batched_tokens_buckets": [48],
         "num_seqs_buckets": [4],
+        "tensor_capture": {"sites": ["model.layers.*", "**.heads", "model.norm"], "path": str(tmp_path)},
         "tensor_replacement": TensorReplacementConfig(tensors=captures, prompt_token_ids=prompts),
     }
     expected = [
@@ -237,9 +237,19 @@ def test_compiled_offline_with_captures_in_memory(tiny: Callable[..., Path], tmp
         strange = generate(llm, prompts_of([25], seed=8), 4)
         assert dict(counters["stats"]) == traced, "something was traced while serving"
         (receipt,) = llm.collective_rpc("receipt")
-    assert receipt["replacement"]["requests"]["known"] == 8 and receipt["replacement"]["requests"]["unknown"] == 1
-    assert receipt["observer"]["prefill"]["relative_rms"] < 1e-5
+        (summary,) = llm.collective_rpc("capture_stop")
+    assert receipt["replacement"]["requests"] == {"known": 8, "unknown": 1}
     assert tokens_of(strange)[0]
+    assert summary["observer"] == receipt["observer"] and summary["observer"]["prefill"]["relative_rms"] < 1e-5
+    # Recorded at the same time: this model's own values, up to the place that is replaced.
+    recorded_rows = Captures.open(tmp_path)
+    for number, (stream, prompt) in enumerate(zip(streams, prompts, strict=True)):
+        own = rows_of(ours, [stream], list(recorded_rows.sites))[0]
+        request = recorded_rows.find(prompt)[0]
+        for site, want in own.items():
+            positions, rows = recorded_rows.get(request, site)
+            assert positions.tolist() == list(range(len(prompt))), (number, site)
+            assert (rows - want[: len(prompt)]).abs().max() < 2e-4, (number, site)
 
 
 def test_a_name_that_the_model_only_asks_for(

@@ -103,6 +103,7 @@ def drive(llm: LLM, schedule: Schedule) -> Drove:
     said: dict[str, list[int]] = {}
     step = idle = preempted = 0
     seen: dict[str, int] = {}
+    computed = -1
     try:
         while waiting or engine.has_unfinished_requests():
             while waiting and (
@@ -130,9 +131,8 @@ def drive(llm: LLM, schedule: Schedule) -> Drove:
             running = {request.request_id: request.num_preemptions for request in scheduler.requests.values()}
             preempted += sum(max(0, count - seen.get(name, 0)) for name, count in running.items())
             seen.update(running)
-            computing = sum(request.num_computed_tokens for request in scheduler.requests.values())
-            idle = 0 if outputs or computing != seen.get("", -1) else idle + 1
-            seen[""] = computing
+            before, computed = computed, sum(request.num_computed_tokens for request in scheduler.requests.values())
+            idle = 0 if outputs or computed != before else idle + 1
             if idle > STALLED:
                 raise PilotageError(f"nothing has moved for {STALLED} steps", where=f"step {step}")
             step += 1

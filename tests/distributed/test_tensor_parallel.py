@@ -111,7 +111,7 @@ def test_prefill_divides_rows_and_decode_reduces(tiny: Callable[..., Path], tmp_
 
 
 def test_two_ranks_give_the_logits_of_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    paths = [tiny(name) for name in NAMES]
+    paths = [tiny(name) for name in NAMES if name not in ("mistral", "mixtral")]  # layers of the others
     for results in run(logits_of_rank, 2, tmp_path, paths, False):
         for path, result in zip(paths, results, strict=True):
             assert result["kv_heads"] == 1

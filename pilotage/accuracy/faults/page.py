@@ -27,7 +27,24 @@ chunks, and decoded, all steps padded; faults of tensor parallelism in two proce
 of `pilotage validate` in bfloat16 and in fp32 (and by its module checks where both pass), and the module is named by
 `pilotage localise`: in fp32 where fp32 shows the fault, else in bfloat16. Faults of the tokenizer are found by
 comparing ids. *Named* means that the first culprit is the faulty module, or a site of it.
+
+What these counts do not say: the checkpoints are small and made so that faults show; a fault in real weights may be
+smaller against their noise. A fault that is in all layers is named when any of them is. A tokenizer that differs is
+named by what it is. Where a fault makes a part of the model do another part's work (a norm left out, for one) the site
+after it is accepted as well.
 """
+
+
+# The condition without which a fault does not show, in the table's words.
+_ONLY = {
+    "batch": "several requests only",
+    "chunk": "later chunks only",
+    "decode": "decode only",
+    "loading": "in loading",
+    "long": "long prompts only",
+    "padding": "padded steps only",
+    "tensor parallel": "two ranks only",
+}
 
 
 def markdown(report: Report) -> str:
@@ -90,7 +107,7 @@ def _faults(faults: Sequence[dict[str, Any]]) -> str:
             rows.append(
                 (
                     found["model"],
-                    found["name"] + (f" ({found['only']} only)" if found["only"] else ""),
+                    found["name"] + (f" ({_ONLY.get(found['only'], found['only'])})" if found["only"] else ""),
                     ", ".join(found["detected_by"]) or "**not found**",
                     f"`{first}`" if first != "-" else "-",
                     "yes" if found["named_first"] else "**no**",

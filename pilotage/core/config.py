@@ -73,6 +73,12 @@ class TargetConfig:
         "starts with `capture_start`. See docs/capture.md.",
     )
 
+    exact_taps: bool = _setting(
+        False,
+        "Compile so that taps change nothing, bit for bit, also in bf16: every operator rounds as it does without a "
+        "compiler, and no addition is folded into a product. Slower; for debugging.",
+    )
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "additional_config.pilotage") -> TargetConfig:
         """Build the configuration from plain JSON values.
@@ -107,6 +113,8 @@ class TargetConfig:
         rows = parsed.get("max_prefill_seqs", known["max_prefill_seqs"].default)
         if not _is_positive_int(rows):
             raise ConfigError(f"max_prefill_seqs={rows!r} is not a positive integer", where=where)
+        if not isinstance(parsed.get("exact_taps", False), bool):
+            raise ConfigError(f"exact_taps={parsed['exact_taps']!r} is neither true nor false", where=where)
         for key, names in _SECTION_KEYS.items():
             if parsed.get(key) is not None:
                 parsed[key] = _section(key, parsed[key], names, where)

@@ -71,6 +71,8 @@ class Graphs:
             self.inputs["decode", size] = StepInputs("decode", size, num_rows=size, groups=groups)
         self.compiled: dict[tuple[str, Key], Callable[..., tuple[Tensor, Tensor]]] = {}
         self.taps: Taps | None = None
+        self.exact = TargetConfig.from_additional_config(vllm_config.additional_config).exact_taps
+        self._options = {**_options(), **({"emulate_precision_casts": True} if self.exact else {})}
         self.table: list[dict[str, Any]] = []
         self._receipts: list[dict[str, Any]] = []
         functional.reset_receipt()
@@ -154,7 +156,7 @@ class Graphs:
             **({"taps": self.taps.signature()} if self.taps is not None else {}),
             "groups": [dataclasses.asdict(group) for group in groups],
             "prefill_rows": [rows[name] for name in rows if name.startswith("prefill")][:1],
-            "options": _options(),
+            "options": self._options,
             "kernels": functional.load_kernels(),  # a stored graph calls them
         }
         return CompileCache(root() / fingerprint(self.vllm_config, self.model, self.caches, extra))
@@ -194,11 +196,17 @@ class Graphs:
             type(self.model).forward,
             fullgraph=True,
             dynamic=False,
-            backend=lambda graph, _examples: pieces.compile_in_pieces(graph, _options()),
+            backend=lambda graph, _examples: pieces.compile_in_pieces(graph, self._options),
             options={"guard_filter_fn": _none},
         )
+        exact = _nothing_folded() if self.exact else contextlib.nullcontext()
         try:
-            with torch.no_grad(), dynamo_config.patch(enable_aot_compile=True), self._tapped(inputs, hooks=True):
+            with (
+                torch.no_grad(),
+                dynamo_config.patch(enable_aot_compile=True),
+                self._tapped(inputs, hooks=True),
+                exact,
+            ):
                 return compiled.aot_compile(((self.model,), self._arguments(inputs)))
         except dynamo_errors.Unsupported as error:
             raise Unsupported(
@@ -289,6 +297,19 @@ def _options() -> dict[str, Any]:
         "cpp_cache_precompile_headers": shutil.which("openssl") is not None,
     }
     return options
+
+
+@contextlib.contextmanager
+def _nothing_folded() -> Iterator[None]:
+    """Keep inductor from folding an addition into a product: a tap between the two would prevent it, and show."""
+    import torch._inductor.fx_passes.post_grad as post_grad
+
+    before = post_grad.should_prefer_unfused_addmm
+    post_grad.should_prefer_unfused_addmm = lambda match: True
+    try:
+        yield
+    finally:
+        post_grad.should_prefer_unfused_addmm = before
 
 
 def _workers() -> int | None:

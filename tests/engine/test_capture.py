@@ -172,6 +172,21 @@ def test_a_server_started_with_captures_and_a_reference_on_disk(tiny: Callable[.
 
 
 @pytest.mark.slow
+def test_exact_taps_change_nothing_in_bf16(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """The taps that a compiler would otherwise fuse around."""
+    config = {
+        "num_batched_tokens_buckets": [48],
+        "num_seqs_buckets": [4],
+        "exact_taps": True,
+        "tensor_capture": {"sites": ["**.self_attn", "**.mlp"]},
+    }
+    path = tiny("llama3", num_hidden_layers=2)
+    with launch.engine(path, dtype="bfloat16", max_model_len=128, max_num_seqs=4, additional_config=config) as llm:
+        (receipt,) = llm.collective_rpc("receipt")
+    assert receipt["observer"]["prefill"]["bitwise"] and receipt["observer"]["decode"]["bitwise"]
+
+
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_compiled(tiny: Callable[..., Path], tmp_path: Path) -> None:
     path = tiny("gemma3", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])

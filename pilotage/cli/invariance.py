@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 ORDER = 52
 
+SHOWN = 2  # broken conditions of a relation that are laid out; the others are named, and the JSON has them all
+ROWS = 4
 STYLES = {"pass": "green", "fail": "bold red", "not_measured": "yellow"}
 
 
@@ -67,8 +69,12 @@ def _show(result: Invariance) -> None:
         if found.status.value == "not_measured":
             counted = "" if found.counted else " (not counted)"
             console.print(f"[yellow]{found.relation}[/yellow]: {found.reason}{counted}", highlight=False)
-    for found in result.broken:
-        console.print(_broken(found))
+    for (relation, engine), same in _groups(result.broken).items():
+        for found in same[:SHOWN]:
+            console.print(_broken(found))
+        if len(same) > SHOWN:
+            names = ", ".join(found.condition for found in same[SHOWN:])
+            console.print(f"{relation} ({engine}) is also broken under: {names}", highlight=False)
     for dtype, noise in result.noise.items():
         if noise.row_bound is not None:
             console.print(
@@ -79,24 +85,30 @@ def _show(result: Invariance) -> None:
     console.print(f"[dim]{spent}[/dim]", highlight=False)
 
 
+def _groups(results: list[Result]) -> dict[tuple[str, str], list[Result]]:
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for found in results:
+        groups.setdefault((found.relation, found.engine), []).append(found)
+    return groups
+
+
 def _matrix(result: Invariance) -> Any:
     from rich.table import Table
 
     engines = list(dict.fromkeys(found.engine for found in result.results))
-    table = Table("relation", "declared", *engines, title="invariance", title_justify="left")
+    title = "invariance: verdict and number of conditions, by engine"
+    table = Table("relation", "declared", *engines, title=title, title_justify="left")
+    groups = _groups(result.results)
     for relation, row in result.matrix().items():
         same = [found for found in result.results if found.relation == relation]
         words = {word for found in same for word in found.expects.split(" and ") if word}
         cells = []
         for engine in engines:
-            here = [found for found in same if found.engine == engine]
-            if not here:
+            if (relation, engine) not in groups:
                 cells.append("")
                 continue
-            status = row[engine].value
-            rows = sum(verdict.n for found in here for verdict in found.verdicts if verdict.metric != "pooled")
-            text = f"{status.replace('_', ' ')}, {len(here)} conditions, {rows} rows"
-            cells.append(f"[{STYLES[status]}]{text}[/{STYLES[status]}]")
+            status, count = row[engine].value, len(groups[relation, engine])
+            cells.append(f"[{STYLES[status]}]{status.replace('_', ' ')} {count}[/{STYLES[status]}]")
         table.add_row(relation, " or ".join(sorted(words)), *cells)
     return table
 
@@ -109,7 +121,7 @@ def _broken(found: Result) -> Any:
     if failing:
         title += f", {failing:.0f} rows not bitwise equal"
     table = Table("prompt", "position", "computed as", "difference", "bound", title=title, title_justify="left")
-    for row in found.broke:
+    for row in found.broke[:ROWS]:
         difference = row.get("difference")
         table.add_row(
             row["prompt"],

@@ -303,6 +303,7 @@ def test_a_name_that_the_model_only_asks_for(
             assert (found[number, position] - row).abs().max() < 1e-4, (number, position)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_hold_their_shares(tiny: Callable[..., Path], tmp_path: Path) -> None:
     """Heads are divided over the ranks: captures have all of them, references are cut up."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,18 +95,20 @@ def _show(found: Localisation) -> None:
             console.print(f"[dim]and {len(found.culprits) - SHOWN} more; --json lists them[/dim]", highlight=False)
     for arm in found.arms:
         if arm.causal:
-            says = arm.causal
-            console.print(
-                f"{arm.arm}: relative error of the logits {says['before']:.2g}; with {says['restored']} restored "
-                f"{says['after_first']:.2g}, with all culprits {says['after_all']:.2g}; a clean model has up to "
-                f"{says['clean']:.2g}",
-                highlight=False,
-            )
+            console.print(_causal(arm.arm, arm.causal), highlight=False)
         if arm.unmeasured:
             console.print(f"[yellow]{arm.arm}: {arm.unmeasured}[/yellow]", highlight=False)
     sites = ", ".join(f"{len(arm.sites)} in {arm.arm} ({arm.target})" for arm in found.arms)
     spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in found.seconds.items())
     console.print(f"[dim]sites scored: {sites}; {spent}[/dim]", highlight=False)
+
+
+def _causal(arm: str, says: Mapping[str, Any]) -> str:
+    text = f"{arm}: relative error of the logits {says['before']:.2g}"
+    for name, what in (("after_first", f"with {says['restored']} restored"), ("after_all", "with all culprits")):
+        if says[name] is not None:
+            text += f", {what} {says[name]:.2g}"
+    return f"{text}; a clean model has up to {says['clean']:.2g}"
 
 
 def _culprits(found: Localisation) -> Any:

@@ -236,14 +236,15 @@ class HFTaps:
 
         mapping = AttentionInterface._global_mapping
         before = dict(mapping)
-        mapping.update({name: self._attention(visit, name, before.get(name)) for name in _IMPLEMENTATIONS})
+        names = {*_IMPLEMENTATIONS, self.model.config._attn_implementation}
+        mapping.update({name: self._attention(visit, before.get(name)) for name in names})
         try:
             yield
         finally:
             mapping.clear()
             mapping.update(before)
 
-    def _attention(self, visit: Visit, implementation: str, function: Any) -> Callable[..., Any]:
+    def _attention(self, visit: Visit, function: Any) -> Callable[..., Any]:
         def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
             # Eager attention is each model's own function and in no register.
             run = function or sys.modules[type(module).__module__].eager_attention_forward

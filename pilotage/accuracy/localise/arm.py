@@ -102,9 +102,8 @@ class Bench:
         # In fp32 handing its own rows onward changes nothing.
         rows = free if self.dtype is torch.float32 else self.expected.observe(self.requests, self.sites, handed)
         expected = {site: _joined(found) for site, found in rows.items()}
-        implementation = str(self.control.model.config._attn_implementation)
         controls: dict[str, list[score.SiteErrors]] = {site: [] for site in self.sites}
-        chosen = variants.variants(self.dtype, implementation, self.ranks)
+        chosen = variants.variants(self.dtype, self.ranks)
         for variant in track(chosen, f"clean controls, {self.arm}"):
             with variant.applied(self.control.model):
                 for site, clean in self.control.observe(self.requests, self.sites, handed).items():
@@ -148,7 +147,8 @@ class Bench:
             )
         by_phase = [self._phase(r, p) for r, p in where]
         measured = score.measure(joined, expected)
-        scored = score.score(measured, controls, by_phase, self.dtype, self.floor)
+        once = site == "model.embed_tokens"
+        scored = score.score(measured, controls, by_phase, self.dtype, self.floor, rounds_once=once)
         table.append({"site": site, **scored.to_json(), "by_position": course.by_position(where, scored.by_row)})
         if scored.status is Status.FAIL:
             findings.append(self._finding(site, scored, where, by_phase))
@@ -207,10 +207,8 @@ class Bench:
         sites = [*self.stream, "logits"]
         target = self.target.observe(self.requests, sites)
         logits = {"target": _joined(target["logits"])}
-        names = [variant.name for variant in variants.variants(self.dtype, "sdpa")]
-        implementation = str(self.control.model.config._attn_implementation)
         clean: Rows = {}
-        for variant in variants.variants(self.dtype, implementation, self.ranks)[: len(names)]:
+        for variant in variants.variants(self.dtype, self.ranks):
             with variant.applied(self.control.model):
                 rows = self.control.observe(self.requests, ["logits"] if clean else sites)
             clean = clean or rows
@@ -251,12 +249,14 @@ class Bench:
             sites += [site for site in found if site in self.handed]
             if index in (0, len(groups) - 1):
                 handed = Handed(rows=self.handed, only=frozenset(sites))
-                rows = self.target.observe(self.requests, [*sites, "logits"], handed)["logits"]
-                after["first" if index == 0 else "all"] = _relative(_joined(rows), self.free_logits)
-        after.setdefault("all", after["first"])
-        return {"arm": self.arm, "restored": groups[0][0], "before": score.finite(before)} | {
-            f"after_{name}": score.finite(value) for name, value in after.items()
-        }
+                # Nothing comes after the logits: handing them onward would prove nothing and is not tried.
+                if "logits" not in sites:
+                    rows = self.target.observe(self.requests, [*sites, "logits"], handed)["logits"]
+                    after["first" if index == 0 else "all"] = _relative(_joined(rows), self.free_logits)
+        if "first" in after:
+            after.setdefault("all", after["first"])
+        found = {f"after_{name}": score.finite(after[name]) if name in after else None for name in ("first", "all")}
+        return {"arm": self.arm, "restored": groups[0][0], "before": score.finite(before), **found}
 
 
 def _joined(rows: Sequence[Tensor]) -> Tensor:
@@ -311,8 +311,8 @@ def conclude(arm: Bench, report: ArmReport, culprits: Sequence[Culprit]) -> ArmR
     causal = arm.restore(groups, before)
     limit = RESTORED * clean
     causal["clean"] = clean
-    causal["first_restores"] = bool(causal["after_first"] <= limit)
-    causal["all_restore"] = bool(causal["after_all"] <= limit)
+    for name, after in (("first_restores", "after_first"), ("all_restore", "after_all")):
+        causal[name] = None if causal[after] is None else bool(causal[after] <= limit)
     return dataclasses.replace(report, causal=causal)
 
 

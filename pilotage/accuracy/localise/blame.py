@@ -14,6 +14,8 @@ from pilotage.core.sites import Site, parse
 _PART = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 _ROPE = ("q_rope", "k_rope")
 KV = "kv"
+# Scores within this factor are ranked by the order of the model.
+ALIKE = 30.0
 WHAT = {
     "q": "the queries' projection, its weight or bias",
     "k": "the keys' projection, its weight or bias",
@@ -224,10 +226,23 @@ def rank(findings: Iterable[Finding], facts: Facts) -> list[Culprit]:
             heads = name.removesuffix(KV) + "heads"
             best[name] = max(best[name], best.get(heads, 0.0) * 1.01)
 
+    worst = max(best.values(), default=0.0)
+    place = {site: index for index, site in enumerate(facts.reference_sites)}
+    places: dict[str, float] = {}
+    for culprit in culprits:
+        # What is read from the cache comes before the attention that reads it.
+        heads = culprit.key.removesuffix(KV) + "heads" if culprit.key.endswith(f".{KV}") else culprit.key
+        at = place.get(heads, len(place)) - (heads != culprit.key) / 2
+        together = family(culprit.kind)
+        places[together] = min(places.get(together, at), at)
+
     def order(culprit: Culprit) -> tuple[Any, ...]:
         number = layer(culprit.key)
         together = family(culprit.kind)
-        return -best[together], together, -best[culprit.kind], culprit.kind, -1 if number is None else number
+        # Of what is about equally wrong the first in the model is blamed first: a norm that moved, not what it fed.
+        by_place = best[together] * ALIKE >= worst
+        first = (0.0, places[together]) if by_place else (1.0, -best[together])
+        return *first, together, -best[culprit.kind], culprit.kind, -1 if number is None else number
 
     return sorted(culprits, key=order)
 

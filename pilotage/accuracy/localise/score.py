@@ -21,6 +21,7 @@ from pilotage.core.nouns import Status
 
 # A pooled gain is measured with an error of its own; the unit is so many of them.
 GAIN_ERRORS = 2.0
+EXACTER = 2.0
 # In units of the largest control. Measured on clean models (docs/localise.md): pooled 1.03, row 1.3, element 1.6,
 # gain 1.2 at most.
 BOUNDS = {"rms": 1.4, "row": 3.0, "element": 4.0, "gain": 3.0}
@@ -47,7 +48,7 @@ def floors(dtype: torch.dtype) -> Floors:
         return Floors(rms=metrics.RMS_FLOOR, element=metrics.LINF_FLOOR, gain=metrics.GAIN_FLOOR)
     eps = torch.finfo(dtype).eps
     # A value is half a spacing off at most and a quarter on average; the gain of many roundings averages out.
-    return Floors(rms=eps / 6, element=2 * eps, gain=eps / 256)
+    return Floors(rms=eps / 6, element=2 * eps, gain=eps / 64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,13 @@ def finite(value: float) -> float:
 
 
 def score(
-    target: SiteErrors, controls: Sequence[SiteErrors], phases: Sequence[str], dtype: torch.dtype, floor: Floors
+    target: SiteErrors,
+    controls: Sequence[SiteErrors],
+    phases: Sequence[str],
+    dtype: torch.dtype,
+    floor: Floors,
+    *,
+    rounds_once: bool = False,
 ) -> Score:
     """Score a site.
 
@@ -142,6 +149,7 @@ def score(
         dtype: of the arm. In float32 the gain is that of single rows, in a half precision, where rounding moves
             those, that of all rows together.
         floor: of that dtype.
+        rounds_once: the site is a look-up or a single product, which no fused arithmetic computes more exactly.
     """
     e, sq = target.rows.expected_sq, target.rows.sq
     if not bool(torch.isfinite(e).all()):
@@ -170,7 +178,7 @@ def score(
     size = math.sqrt(float(e.mean()) / width)
     unit = max(*(c.element for c in controls), floor.element * size)
     statistics["element"] = _over(target.element, unit)
-    statistics["gain"] = _gain(target, controls, dtype, floor)
+    statistics["gain"] = _gain(target, controls, dtype, floor, rounds_once)
 
     scores = {name: value / BOUNDS[name.split("_")[0]] for name, value in statistics.items()}
     # NaN is the largest there is.
@@ -201,13 +209,18 @@ def _by_row(target: SiteErrors, controls: Sequence[SiteErrors], floor: Floors) -
     return torch.where(target.rows.sq == 0, zero, target.rows.sq / unit).sqrt()
 
 
-def _gain(target: SiteErrors, controls: Sequence[SiteErrors], dtype: torch.dtype, floor: Floors) -> float:
+def _gain(
+    target: SiteErrors, controls: Sequence[SiteErrors], dtype: torch.dtype, floor: Floors, rounds_once: bool
+) -> float:
     if dtype is torch.float32:
         unit = max(*(_rms(c.rows.gain) for c in controls), floor.gain)
         return _over(_rms(target.rows.gain), unit)
     # What Hugging Face rounds (a scale, say) is part of the model: the distance to its own bias counts.
     home = controls[0]
-    unit = max(*(abs(c.bias - home.bias) for c in controls), GAIN_ERRORS * _bias_error(target, home), floor.gain)
+    # Fused arithmetic leaves out roundings, and is nearer to the truth than Hugging Face: that has to be a lot.
+    exacter = abs(target.bias) < abs(home.bias) and not rounds_once
+    least = floor.gain * (EXACTER if exacter else 1.0)
+    unit = max(*(abs(c.bias - home.bias) for c in controls), GAIN_ERRORS * _bias_error(target, home), least)
     return _over(abs(target.bias - home.bias), unit)
 
 

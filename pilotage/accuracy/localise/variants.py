@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from pilotage.accuracy.arms import hf
+
 ROW_PARALLEL = ("o_proj", "down_proj")
 
 
@@ -25,13 +27,13 @@ class Variant:
 
     Attributes:
         name: what the result lists.
-        attention: transformers' attention implementation; None for the model's own.
+        other_attention: with the model's other attention implementation, see `arms.hf.attention_of`.
         order: seed of the order in which linear layers sum; None for the natural one.
         ranks: partial sums of the row-parallel layers.
     """
 
     name: str
-    attention: str | None = None
+    other_attention: bool = False
     order: int | None = None
     ranks: int = 1
 
@@ -40,8 +42,8 @@ class Variant:
         """Compute `model` this way inside the block."""
         before = model.config._attn_implementation
         with contextlib.ExitStack() as stack:
-            if self.attention is not None and self.attention != before:
-                model.set_attn_implementation(self.attention)
+            if self.other_attention:
+                hf.set_attention(model, "eager")
                 stack.callback(model.set_attn_implementation, before)
             if self.ranks > 1:
                 stack.enter_context(_partial_sums(model, self.ranks))
@@ -50,20 +52,20 @@ class Variant:
             yield
 
 
-def variants(dtype: torch.dtype, implementation: str, ranks: int = 1) -> Sequence[Variant]:
+def variants(dtype: torch.dtype, ranks: int = 1) -> Sequence[Variant]:
     """List the controls of one arm.
 
     Args:
         dtype: of the arm; in float32 the model as it is, is the reference itself and no control.
-        implementation: attention that the model runs by itself.
         ranks: of the target; with several, its row-parallel sums are rounded once a rank, and so are a control's.
     """
     found = [] if dtype is torch.float32 else [Variant(name="as it is")]
-    if implementation != "eager":
-        found.append(Variant(name="eager attention", attention="eager"))
-    found += [Variant(name="sums in another order", order=1), Variant(name="sums in a third order", order=2)]
-    if implementation != "eager":
-        found.append(Variant(name="eager attention, sums in another order", attention="eager", order=3))
+    found += [
+        Variant(name="other attention", other_attention=True),
+        Variant(name="sums in another order", order=1),
+        Variant(name="sums in a third order", order=2),
+        Variant(name="other attention, sums in another order", other_attention=True, order=3),
+    ]
     if ranks > 1:
         found.append(Variant(name=f"sums in {ranks} parts", ranks=ranks))
         found.append(Variant(name=f"sums in {ranks} parts, in another order", ranks=ranks, order=4))

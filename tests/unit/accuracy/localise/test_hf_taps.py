@@ -19,7 +19,7 @@ NAMES = ("llama3", "gemma3", "qwen3_moe", "gpt_oss")
 
 
 def load(tiny: Callable[..., Path], name: str) -> object:
-    return hf.load(tiny(name), torch.float32, attention="eager" if name == "gpt_oss" else "sdpa")
+    return hf.load(tiny(name), torch.float32, attention="eager" if name == "gemma3" else "sdpa")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -66,7 +66,11 @@ def test_what_is_handed_onward_decides_everything_after_it(name: str, tiny: Call
     model = load(tiny, name)
     taps = HFTaps(model)
     other: dict[str, Tensor] = {}
-    with torch.inference_mode(), taps.attached(lambda site, rows: other.setdefault(site, rows.clone()) and None):
+
+    def note(site: str, rows: Tensor) -> None:
+        other[site] = rows.clone()
+
+    with torch.inference_mode(), taps.attached(note):
         expected = model(input_ids=torch.tensor([IDS[::-1]])).logits
     for site in ("model.embed_tokens", "model.layers.1", "model.norm"):
         with (
@@ -107,26 +111,26 @@ def test_a_batch_is_refused(tiny: Callable[..., Path]) -> None:
 
 def test_capture_model_yields_what_replacement_takes(tiny: Callable[..., Path]) -> None:
     model = load(tiny, "qwen3_moe")
-    capture = TensorCaptureModel(model, ["model.layers.[0-1].mlp.router", "model.layers.3.self_attn.q_rope"])
+    capture = TensorCaptureModel(model, ["model.layers.[1-2].mlp.router", "model.layers.3.self_attn.q_rope"])
     captures = capture.run([IDS, IDS[:4]], max_new_tokens=3)
     assert capture.prompt_token_ids == [IDS, IDS[:4]]
-    sites = {"model.layers.0.mlp.router", "model.layers.1.mlp.router", "model.layers.3.self_attn.q_rope"}
+    sites = {"model.layers.1.mlp.router", "model.layers.2.mlp.router", "model.layers.3.self_attn.q_rope"}
     assert [set(steps) for steps in captures] == [sites, sites]
-    steps = captures[0]["model.layers.0.mlp.router"]
-    assert [tuple(step.shape) for step in steps] == [(1, len(IDS), 4), (1, 1, 4), (1, 1, 4), (1, 1, 4)]
+    steps = captures[0]["model.layers.1.mlp.router"]
+    assert [tuple(step.shape) for step in steps] == [(1, len(IDS), 8), (1, 1, 8), (1, 1, 8), (1, 1, 8)]
     # Through the cache or in one forward: the same rows.
-    whole = TensorCaptureModel(model, ["model.layers.0.mlp.router"])
+    whole = TensorCaptureModel(model, ["model.layers.1.mlp.router"])
     step = model(input_ids=torch.tensor([IDS]), use_cache=True)
     tokens = list(IDS)
     for _ in range(3):
         tokens.append(int(step.logits[0, -1].argmax()))
         step = model(input_ids=torch.tensor([tokens]))
     whole(input_ids=torch.tensor([tokens]), use_cache=False)
-    torch.testing.assert_close(torch.cat(steps, dim=1), whole.captures[0]["model.layers.0.mlp.router"][0])
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole.captures[0]["model.layers.1.mlp.router"][0])
     replacer = TensorReplacer(captures, prompt_token_ids=capture.prompt_token_ids)
     replacer.register_request("r", IDS)
     context = replacer.build_context(["r"], [len(IDS) + 1], False, torch.device("cpu"))
-    assert torch.equal(context["model.layers.0.mlp.router"][0], steps[2][0, -1])
+    assert torch.equal(context["model.layers.1.mlp.router"][0], steps[2][0, -1])
 
 
 def test_capture_model_takes_any_torch_model_and_knows_its_sites() -> None:

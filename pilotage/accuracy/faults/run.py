@@ -30,6 +30,8 @@ from pilotage.core.progress import track
 RECIPE = 1
 SAMPLE_FAULTS, SAMPLE_CLEAN = 12, 10
 NAMED_TARGET = 0.95
+# Small, so that the longer prompts come in chunks.
+_BUCKETS = {"num_batched_tokens_buckets": [32, 64], "num_seqs_buckets": [1, 8]}
 _ATTENTION = ("flash_attention", "segmented_attention", "attention_decode")
 KERNELS: dict[str, dict[str, str]] = {
     "as served": {},
@@ -210,7 +212,8 @@ class Runner:
             bench.side(arm)
             with Patch() as patch:
                 fault.plant(patch)
-                found = EngineArm(bench.path, arm, enforce_eager=True).observe(bench.truth.streams)
+                served = EngineArm(bench.path, arm, enforce_eager=True, options={"additional_config": _BUCKETS})
+                found = served.observe(bench.truth.streams)
             arms[arm] = failures(bench.compare(arm, torch.cat(list(found.logits))))
         by = [arm for arm in ARMS if arms[arm]]
         return {

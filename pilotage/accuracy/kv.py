@@ -378,7 +378,7 @@ def measure(
             except Unsupported as error:
                 missing[name] = str(error)
                 continue
-        variant.set_attn_implementation(attention)
+        hf.set_attention(variant, attention)
         cache = [hf.keys_values(variant, stream, chunk=chunk) for stream in streams]
         values = _extremes(layers(cache, expected, baseline))
         if all(0 < value < math.inf for value in values.values()) and values["high"] <= MAX_CONTROL:

@@ -152,7 +152,8 @@ def as_on_ranks(model: Any, ranks: int) -> Any:
     if ranks > 1:
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in ROW_PARALLEL:
-                module.forward = split(module)
+                replaced: Any = module
+                replaced.forward = split(module)
     return model
 
 

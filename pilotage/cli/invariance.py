@@ -93,23 +93,23 @@ def _groups(results: list[Result]) -> dict[tuple[str, str], list[Result]]:
 
 
 def _matrix(result: Invariance) -> Any:
+    from rich import box
     from rich.table import Table
 
-    engines = list(dict.fromkeys(found.engine for found in result.results))
-    title = "invariance: verdict and number of conditions, by engine"
-    table = Table("relation", "declared", *engines, title=title, title_justify="left")
+    table = Table("relation", "engine", "declared", "verdict", "conditions", box=box.SIMPLE_HEAD, pad_edge=False)
     groups = _groups(result.results)
     for relation, row in result.matrix().items():
-        same = [found for found in result.results if found.relation == relation]
-        words = {word for found in same for word in found.expects.split(" and ") if word}
-        cells = []
-        for engine in engines:
-            if (relation, engine) not in groups:
-                cells.append("")
-                continue
-            status, count = row[engine].value, len(groups[relation, engine])
-            cells.append(f"[{STYLES[status]}]{status.replace('_', ' ')} {count}[/{STYLES[status]}]")
-        table.add_row(relation, " or ".join(sorted(words)), *cells)
+        for index, (engine, status) in enumerate(row.items()):
+            same = groups[relation, engine]
+            words = {word for found in same for word in found.expects.split(" and ") if word}
+            style = STYLES[status.value]
+            table.add_row(
+                relation if index == 0 else "",
+                engine,
+                ", ".join(sorted(words)),
+                f"[{style}]{status.value.replace('_', ' ')}[/{style}]",
+                str(len(same)),
+            )
     return table
 
 

@@ -96,7 +96,9 @@ def _matrix(result: Invariance) -> Any:
     from rich import box
     from rich.table import Table
 
-    table = Table("relation", "engine", "declared", "verdict", "conditions", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table("relation", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("engine", "declared", "verdict", "n"):
+        table.add_column(name, no_wrap=True)
     groups = _groups(result.results)
     for relation, row in result.matrix().items():
         for index, (engine, status) in enumerate(row.items()):
@@ -106,7 +108,7 @@ def _matrix(result: Invariance) -> Any:
             table.add_row(
                 relation if index == 0 else "",
                 engine,
-                ", ".join(sorted(words)),
+                "both" if len(words) > 1 else "".join(words),
                 f"[{style}]{status.value.replace('_', ' ')}[/{style}]",
                 str(len(same)),
             )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pilotage import parallel
+from pilotage.core import sites
 from pilotage.core.tap import TapPlan, active, asking, tap
 from pilotage.functional.registry import unrecorded
 
@@ -132,7 +133,9 @@ def hooked(model: nn.Module, names: Mapping[str, nn.Module], places: set[str] | 
         for name, module in names.items():
             if places is None or f"{name}.input" in places:
                 handles.append(module.register_forward_pre_hook(_input_hook(f"{name}.input")))
-            if places is None or name in places:
+            # A module that is called like an inner tap (`mlp.router`, `mlp.experts`) is tapped by its block: a second
+            # tap of the same place would record what the first has handed onward.
+            if (places is None or name in places) and sites.parse(name).site == "output":
                 handles.append(module.register_forward_hook(_output_hook(name)))
         yield
     finally:

@@ -110,7 +110,7 @@ STREAMS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["gemma3", "qwen2"])
+@pytest.fixture(scope="module", params=["gemma3", "gpt_oss"])
 def sides(request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> tuple:
     path = tiny(request.param)
     truth = hf.load(path, torch.float32)

@@ -19,6 +19,7 @@ from pilotage.accuracy import kv as kv_cache
 from pilotage.accuracy import modules as module_checks
 from pilotage.accuracy.arms import hf
 from pilotage.accuracy.arms.base import Stream
+from pilotage.accuracy.arms.tokenizer import encoder
 from pilotage.accuracy.comparison import ArmResult, Reference
 from pilotage.accuracy.gates import ControlErrors
 from pilotage.accuracy.modules import ModulePlan
@@ -131,24 +132,8 @@ def prompt_ids(path: Path, spec: ArchSpec) -> tuple[list[list[int]], int]:
     """Return prompts for a checkpoint, by its own tokenizer where it has one, and how many tokens to add to each."""
     sizes = prompts.lengths(sliding_window=spec.sliding_window, max_position=spec.max_position)
     bos = spec.bos_token_id[0] if isinstance(spec.bos_token_id, list | tuple) else spec.bos_token_id
-    ids = prompts.token_ids(_encoder(path), sizes.prompts, vocab_size=spec.vocab_size, bos=bos)
+    ids = prompts.token_ids(encoder(path), sizes.prompts, vocab_size=spec.vocab_size, bos=bos)
     return ids, sizes.new_tokens
-
-
-def _encoder(path: Path) -> Callable[[str], list[int]] | None:
-    from transformers import AutoTokenizer
-
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
-        return None
-    loader: Any = AutoTokenizer
-    with hf.quiet():
-        tokenizer = loader.from_pretrained(path)
-
-    def encode(text: str) -> list[int]:
-        with hf.quiet():  # the text is longer than some models' context, and is cut before it is used
-            return list(tokenizer.encode(text, add_special_tokens=False))
-
-    return encode
 
 
 def hugging_face(

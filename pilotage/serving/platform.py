@@ -116,12 +116,14 @@ class PilotagePlatform(Platform):
                 "(num_batched_tokens_buckets) and chunked prefill is off: shorten the prompt, raise "
                 "max_num_batched_tokens or enable chunked prefill"
             )
-        if cls._salt is not None:
-            processed_inputs["cache_salt"] = f"{cls._salt}{processed_inputs.get('cache_salt') or ''}"
         extra = getattr(params, "extra_args", None) or {}
         prompt = extra.get(PROMPT_KEY)
         if prompt is not None and (type(prompt) is not int or prompt < 0):
             raise VLLMValidationError(f"extra_args[{PROMPT_KEY!r}] must be the index of a prompt, got {prompt!r}")
+        if cls._salt is not None:
+            # Named prompts may have different references for tokens that they share.
+            own = "" if prompt is None else prompt
+            processed_inputs["cache_salt"] = f"{cls._salt}{own}-{processed_inputs.get('cache_salt') or ''}"
         forced = extra.get(FORCE_KEY)
         if forced is None:
             return

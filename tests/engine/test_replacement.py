@@ -220,10 +220,12 @@ def test_compiled_offline_with_captures_in_memory(tiny: Callable[..., Path], tmp
         [int(ours.compute_logits(rows["model.norm"][p : p + 1]).argmax()) for p in range(len(rows["model.norm"]))]
         for rows in values
     ]
-    with launch.engine(path, dtype="float32", max_model_len=128, max_num_seqs=4, additional_config=section) as llm:
+    with launch.engine(
+        path, dtype="float32", max_model_len=128, max_num_seqs=4, block_size=16, additional_config=section
+    ) as llm:
         traced = dict(counters["stats"])
         # Prompted again with forced tokens: position p of the reference decides token p + 1, wherever prefill ends.
-        for _ in range(2):  # the second time the pages of the first are found: they hold the same reference's keys
+        for again in (False, True):  # then the pages of the first time are found: they hold the same reference's keys
             for cut in (0, 2):
                 given = [stream[: len(prompt) + cut] for stream, prompt in zip(streams, prompts, strict=True)]
                 params = [
@@ -231,6 +233,7 @@ def test_compiled_offline_with_captures_in_memory(tiny: Callable[..., Path], tmp
                     for number in range(2)
                 ]
                 outputs = llm.generate([{"prompt_token_ids": ids} for ids in given], params, use_tqdm=False)
+                assert not again or all(output.num_cached_tokens >= 16 for output in outputs)
                 for number, (ids, token) in enumerate(zip(given, tokens_of(outputs), strict=True)):
                     assert token == [expected[number][len(ids) - 1]], (number, cut)
         # An unnamed prompt that completes the longer one is taken for it, as documented.

@@ -23,6 +23,7 @@ def test_pages_of_a_replaced_run_serve_nobody_else(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(PilotagePlatform, "_salt", _salt(REPLACED))
     salted = validated()["cache_salt"]
     assert salted and salted == validated()["cache_salt"], "requests of one plan share their pages"
+    assert validated({"pilotage_prompt": 0})["cache_salt"] != validated({"pilotage_prompt": 1})["cache_salt"]
     assert validated(cache_salt="mine")["cache_salt"] not in (salted, "mine")
     other = TargetConfig.from_dict({"tensor_replacement": {"tensors_path": "b.safetensors"}})
     assert _salt(other) != _salt(REPLACED)

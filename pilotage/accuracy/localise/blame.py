@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -235,6 +236,10 @@ def rank(findings: Iterable[Finding], facts: Facts) -> list[Culprit]:
         at = place.get(heads, len(place)) - (heads != culprit.key) / 2
         together = family(culprit.kind)
         places[together] = min(places.get(together, at), at)
+
+    for name in places:
+        if name.endswith(f".{KV}"):
+            places[name] = min(places[name], places.get(name.removesuffix(KV) + "heads", math.inf) - 0.5)
 
     def order(culprit: Culprit) -> tuple[Any, ...]:
         number = layer(culprit.key)

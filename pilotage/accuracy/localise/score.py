@@ -19,6 +19,9 @@ from torch import Tensor
 from pilotage.accuracy import gates, metrics
 from pilotage.core.nouns import Status
 
+# In fp32 only one control computes attention otherwise, and no control in blocks as a kernel does: on Gemma 3 270M that
+# alone reached 1.6 (pooled), 5.9 (row), 2.3 (element) and 4.3 (gain). The least of real faults there is 2500.
+ATTENTION_SLACK = 4.0
 # A pooled gain is measured with an error of its own; the unit is so many of them.
 GAIN_ERRORS = 2.0
 EXACTER = 2.0
@@ -139,6 +142,7 @@ def score(
     floor: Floors,
     *,
     rounds_once: bool = False,
+    slack: float = 1.0,
 ) -> Score:
     """Score a site.
 
@@ -149,6 +153,7 @@ def score(
         dtype: of the arm. In float32 the gain is that of single rows, in a half precision, where rounding moves
             those, that of all rows together.
         floor: of that dtype.
+        slack: factor on every bound, see `ATTENTION_SLACK`.
         rounds_once: the site is a look-up or a single product, which no fused arithmetic computes more exactly.
     """
     e, sq = target.rows.expected_sq, target.rows.sq
@@ -180,7 +185,7 @@ def score(
     statistics["element"] = _over(target.element, unit)
     statistics["gain"] = _gain(target, controls, dtype, floor, rounds_once)
 
-    scores = {name: value / BOUNDS[name.split("_")[0]] for name, value in statistics.items()}
+    scores = {name: value / (slack * BOUNDS[name.split("_")[0]]) for name, value in statistics.items()}
     # NaN is the largest there is.
     statistic = max(scores, key=lambda name: math.inf if math.isnan(scores[name]) else scores[name])
     value = scores[statistic]

@@ -93,5 +93,5 @@ def encoding_verdict(target: Encodes, reference: Encodes) -> Verdict:
         bound_source="the same tokenizer gives the same ids",
         n=compared,
         status=Status.FAIL if differing else Status.PASS,
-        evidence={"differing": differing[:3]},
+        evidence={"texts": differing[:3]},
     )

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pilotage.accuracy import comparison, controls, metrics, prompts, same_config
+from pilotage.accuracy import comparison, controls, encoding, metrics, prompts, same_config
 from pilotage.accuracy import kv as kv_cache
 from pilotage.accuracy import modules as module_checks
 from pilotage.accuracy.arms import hf
 from pilotage.accuracy.arms.base import Stream
-from pilotage.accuracy.arms.tokenizer import encoder
+from pilotage.accuracy.arms.tokenizer import encoder, has_tokenizer
 from pilotage.accuracy.comparison import ArmResult, Reference
 from pilotage.accuracy.gates import ControlErrors
 from pilotage.accuracy.modules import ModulePlan
@@ -273,7 +273,11 @@ def validate(
     ref_path = source.resolve(reference) if reference is not None else path
     spec = ArchSpec.from_hf(source.load_config(str(path)))
     ref_spec = ArchSpec.from_hf(source.load_config(str(ref_path)))
-    verdicts = [same_config.config_verdict(spec, ref_spec)] if ref_path != path else []
+    verdicts = []
+    if ref_path != path:
+        verdicts.append(same_config.config_verdict(spec, ref_spec))
+        if has_tokenizer(path) and has_tokenizer(ref_path):
+            verdicts.append(encoding.encoding_verdict(encoding.Encoder(path), encoding.Encoder(ref_path)))
 
     done: list[dict[str, Any]] = []
     if 1 in chosen:

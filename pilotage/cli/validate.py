@@ -176,6 +176,8 @@ def _verdicts(result: Validation) -> Any:
             claim += f" (largest: stream {verdict.evidence['stream']}, position {verdict.evidence['position']})"
         for name, values in verdict.evidence.get("differing", {}).items():
             claim += f"\n  {name}: {values['target']} here, {values['reference']} in the reference"
+        for text in verdict.evidence.get("texts", []):
+            claim += f"\n  {text['text']!r}: {text['target']} here, {text['reference']} in the reference"
         table.add_row(
             f"[{style}]{verdict.status.value.replace('_', ' ')}[/{style}]",
             claim,

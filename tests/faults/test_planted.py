@@ -6,6 +6,8 @@ does the same through the engine.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,7 +33,8 @@ def test_planted_fault_fails(
     assert result.status is Status.FAIL
     statuses = {arm.arm: arm.status for arm in result.arms}
     assert all(statuses[arm] is Status.FAIL for arm in fault.arms), statuses
-    (config,) = result.verdicts
+    config, encoding = result.verdicts
+    assert encoding.status is Status.PASS
     assert config.status is (Status.FAIL if fault.config else Status.PASS)
     assert len(config.evidence["differing"]) == (1 if fault.config else 0)
 
@@ -39,6 +42,19 @@ def test_planted_fault_fails(
     assert set(fault.modules) <= failing, sorted(failing)
     if not any(kind in ("attention", "decoder layer") for kind, _ in fault.modules) and fault.modules:
         assert ("mlp", "float32") not in failing  # each module has the reference's input: errors do not travel
+
+
+def test_a_tokenizer_that_adds_no_bos_fails(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    original = tiny("llama3")
+    checkpoint = tmp_path / "converted"
+    shutil.copytree(original, checkpoint)
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    tokenizer["post_processor"] = None
+    (checkpoint / "tokenizer.json").write_text(json.dumps(tokenizer))
+    result = validate(str(checkpoint), reference=str(original), levels=[3], arms=["float32"])
+    assert [verdict.status for verdict in result.verdicts] == [Status.PASS, Status.FAIL]
+    assert result.verdicts[1].evidence["texts"][0]["reference"][0] == 2
+    assert result.status is Status.FAIL
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -85,7 +85,8 @@ def test_the_command_fails_a_wrong_window_and_says_where(
     )
     assert code == 1
     assert found["status"] == "fail"
-    (config,) = found["verdicts"]
+    config, encoding = found["verdicts"]
+    assert encoding["status"] == "pass"
     assert config["evidence"]["differing"] == {"sliding_window": {"target": 17, "reference": 16}}
     (arm,) = found["arms"]
     assert arm["arm"] == "float32" and arm["status"] == "fail"

@@ -11,11 +11,16 @@ from pilotage.accuracy.arms.hf import quiet
 FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
+def has_tokenizer(path: Path) -> bool:
+    """Whether a checkpoint directory holds a tokenizer."""
+    return any((path / name).is_file() for name in FILES)
+
+
 def encoder(path: Path) -> Callable[[str], list[int]] | None:
     """Return text -> ids without special tokens, or None for a checkpoint without a tokenizer."""
     from transformers import AutoTokenizer
 
-    if not any((path / name).is_file() for name in FILES):
+    if not has_tokenizer(path):
         return None
     loader: Any = AutoTokenizer
     with quiet():

@@ -20,4 +20,4 @@ def test_the_same_tokenizer_agrees_and_a_second_bos_does_not(tiny: Callable[...,
     assert same.status is Status.PASS and same.n == len(TEXTS) + len(CHATS)
     twice = encoding_verdict(Doubled(path), Encoder(path))
     assert twice.status is Status.FAIL and twice.estimate == len(CHATS)
-    assert twice.evidence["differing"][0]["target"][:2] == [2, 2]
+    assert twice.evidence["texts"][0]["target"][:2] == [2, 2]

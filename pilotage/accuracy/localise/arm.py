@@ -26,7 +26,8 @@ RESTORED = 3.0
 class Target(Protocol):
     """What is localised: a model whose sites can be recorded while a reference is handed onward."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def names(self, tokens: Sequence[int]) -> list[str]: ...
 
@@ -257,8 +258,8 @@ class Bench:
                     after["first" if index == 0 else "all"] = _relative(_joined(rows), self.free_logits)
         if "first" in after:
             after.setdefault("all", after["first"])
-        found = {f"after_{name}": score.finite(after[name]) if name in after else None for name in ("first", "all")}
-        return {"arm": self.arm, "restored": groups[0][0], "before": score.finite(before), **found}
+        said = {f"after_{name}": score.finite(after[name]) if name in after else None for name in ("first", "all")}
+        return {"arm": self.arm, "restored": groups[0][0], "before": score.finite(before), **said}
 
 
 def _joined(rows: Sequence[Tensor]) -> Tensor:

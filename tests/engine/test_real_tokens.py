@@ -45,3 +45,24 @@ def test_fp32_tokens(ranks: int, gemma: Path, oracle: Any) -> None:
         # Past the window by decoding, beside prompts that enter the batch meanwhile.
         long = [prose[:490], *prompts[1:]]
         check_tokens(generate(llm, long, 40), [oracle(gemma).greedy(prompt, 40) for prompt in long])
+
+
+def test_fp32_tokens_after_preemption(gemma: Path, oracle: Any) -> None:
+    """Two requests fit until they pass the window; then one is put back and computed again."""
+    prompts = prompts_of((500, 498, 30), seed=8, vocab=200_000)
+    with launch.engine(
+        gemma,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=576,
+        max_num_seqs=3,
+        additional_config={"num_batched_tokens_buckets": [64, 256]},
+        block_size=32,
+        # 16 pages for each of the six groups of layers while a request has at most 512 tokens, and page 0.
+        num_gpu_blocks_override=2 * 6 * 16 + 6 + 1,
+        disable_log_stats=False,
+    ) as llm:
+        outputs = generate(llm, prompts, 40)
+        counted = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+        assert counted["vllm:num_preemptions"] > 0
+        check_tokens(outputs, [oracle(gemma).greedy(prompt, 40) for prompt in prompts])

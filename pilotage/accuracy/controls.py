@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from pilotage.accuracy.arms.base import Stream
 from pilotage.accuracy.arms.hf import HFArm, Mode, set_attention
 from pilotage.accuracy.gates import ControlErrors
 from pilotage.core import store
-from pilotage.core.errors import BadInput, Unsupported
+from pilotage.core.errors import Unsupported
 from pilotage.core.progress import track
 
 # Part of the cache key of measured controls: change it with anything that changes what a control computes.
@@ -180,14 +179,13 @@ def cached(
     import transformers
 
     versions = [torch.__version__, transformers.__version__, torch.get_num_threads(), RECIPE]
-    name = hashlib.sha256(json.dumps([*key, versions]).encode()).hexdigest()
-    path = store.home() / "controls" / f"{name[:32]}.json"
-    if path.is_file():
-        try:
-            kept = store.read_json(path)
-            return [ControlErrors(**item) for item in kept["controls"]], kept["missing"], True
-        except (BadInput, TypeError, KeyError):
-            pass  # not readable as ours any more: measured again and overwritten
+    path = store.keyed("controls", [*key, versions])
+
+    def read(value: Any) -> tuple[list[ControlErrors], dict[str, str]]:
+        return [ControlErrors(**item) for item in value["controls"]], value["missing"]
+
+    if (kept := store.kept(path, read)) is not None:
+        return *kept, True
     controls, missing = compute()
     store.write_json(path, {"controls": [dataclasses.asdict(item) for item in controls], "missing": missing})
     return controls, missing, False

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -344,14 +342,16 @@ def side(model: Any, streams: Sequence[Stream], expected: Cache, baseline: Cache
 
     versions = [torch.__version__, transformers.__version__, torch.get_num_threads(), RECIPE, error_laws.RESAMPLES]
     tokens = [[list(stream.tokens), stream.prompt] for stream in streams]
-    name = hashlib.sha256(json.dumps([*key, "kv", tokens, versions]).encode()).hexdigest()
-    path = store.home() / "controls" / f"kv-{name[:32]}.json"
-    try:
-        kept: dict[str, dict[str, float]] = store.read_json(path)
-        if len(kept) >= gates.MIN_CONTROLS and all(set(values) == {"high", "worst_row"} for values in kept.values()):
-            return KVSide(baseline=baseline, controls=kept, about={"from_cache": True})
-    except (BadInput, TypeError, AttributeError):
-        pass  # not there, or not ours: measured and written
+    path = store.keyed("controls", [*key, "kv", tokens, versions])
+
+    def read(value: Any) -> dict[str, dict[str, float]]:
+        if len(value) < gates.MIN_CONTROLS or any(set(item) != {"high", "worst_row"} for item in value.values()):
+            raise TypeError("these are not enough controls, or not controls")
+        found: dict[str, dict[str, float]] = value
+        return found
+
+    if (kept := store.kept(path, read)) is not None:
+        return KVSide(baseline=baseline, controls=kept, about={"from_cache": True})
     found, missing = measure(model, streams, expected, baseline)
     store.write_json(path, found)
     return KVSide(baseline=baseline, controls=found, about={"from_cache": False, "missing": missing})

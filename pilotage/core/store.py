@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pilotage.core.errors import BadInput, StorageError
+
+T = TypeVar("T")
 
 
 def home() -> Path:
@@ -115,3 +118,24 @@ def new_directory(path: Path) -> Iterator[Path]:
                 temporary.rename(path)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def keyed(folder: str, key: Sequence[Any]) -> Path:
+    """Return where below `home()` a result is kept whose key, of JSON values, names everything that it depends on."""
+    name = hashlib.sha256(json.dumps(list(key), default=str).encode()).hexdigest()
+    return home() / folder / f"{name[:32]}.json"
+
+
+def kept(path: Path, read: Callable[[Any], T]) -> T | None:
+    """Return what `read` makes of a kept JSON value; None for one that is not there, damaged, or of another form.
+
+    Args:
+        path: from `keyed`.
+        read: raises BadInput, AttributeError, KeyError or TypeError for a value that is not of its form.
+    """
+    if not path.is_file():
+        return None
+    try:
+        return read(read_json(path))
+    except (BadInput, AttributeError, KeyError, TypeError):
+        return None

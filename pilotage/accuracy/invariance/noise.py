@@ -9,8 +9,6 @@ relation between two conditions of the target is held against.
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +24,7 @@ from pilotage.accuracy.arms.base import Stream
 from pilotage.accuracy.controls import digest
 from pilotage.accuracy.invariance.rows import relative
 from pilotage.core import store
-from pilotage.core.errors import BadInput, Unsupported
+from pilotage.core.errors import Unsupported
 from pilotage.core.progress import track
 
 # Part of the cache key: change it with anything that changes what is measured.
@@ -174,14 +172,11 @@ def measure(path: Path, dtype: str, streams: Sequence[Stream]) -> Noise:
         [[list(stream.tokens), stream.prompt, list(stream.positions)] for stream in streams],
         [torch.__version__, transformers.__version__, torch.get_num_threads(), RECIPE],
     ]
-    kept = store.home() / "noise" / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
-    if kept.is_file():
-        try:
-            return Noise(**store.read_json(kept))
-        except (BadInput, TypeError):
-            pass  # not readable as ours any more: measured again and overwritten
+    path_kept = store.keyed("noise", key)
+    if (kept := store.kept(path_kept, lambda value: Noise(**value))) is not None:
+        return kept
     found = _measure(hf.load(path, getattr(torch, dtype)), dtype, streams)
-    store.write_json(kept, asdict(found))
+    store.write_json(path_kept, asdict(found))
     return found
 
 

@@ -15,7 +15,6 @@ from pilotage.accuracy import controls
 from pilotage.accuracy.tasks import load
 from pilotage.accuracy.tasks.plan import TaskPlan
 from pilotage.core import store
-from pilotage.core.errors import BadInput
 
 # Part of the key: change it with anything that changes what the reference answers or what is kept of it.
 RECIPE = 1
@@ -37,15 +36,16 @@ def answers(reference: Path, plan: TaskPlan, names: list[str], length: int, ask:
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "lm_eval")]
     key: list[Any] = [RECIPE, controls.digest(reference), plan.limit, plan.num_fewshot, length, versions]
     key += [torch.get_num_threads(), [_about(name) for name in names]]
-    name = hashlib.sha256(json.dumps(key, default=str).encode()).hexdigest()
-    path = store.home() / "tasks" / f"{name[:32]}.json"
-    if path.is_file():
-        try:
-            kept: Found = store.read_json(path)
-            if all(isinstance(found["samples"], list) for found in kept.values()):
-                return kept
-        except (BadInput, AttributeError, KeyError, TypeError):
-            pass  # not ours any more: asked again and overwritten
+    path = store.keyed("tasks", key)
+
+    def read(value: Any) -> Found:
+        if not all(isinstance(found["samples"], list) for found in value.values()):
+            raise TypeError("samples are no list")
+        answers: Found = value
+        return answers
+
+    if (kept := store.kept(path, read)) is not None:
+        return kept
     found = {
         task: {"metrics": answer["metrics"], "samples": [_slim(sample) for sample in answer["samples"]]}
         for task, answer in ask().items()

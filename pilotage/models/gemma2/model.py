@@ -7,22 +7,17 @@ embedding, and its logits bounded by a tanh (Gemma 2 report, arXiv:2408.00118; t
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from torch import nn
 
-from torch import Tensor, nn
-
-from pilotage.core.tap import tap
 from pilotage.models.common import (
     BackendConfig,
     CausalLM,
     DecoderBackbone,
-    GatedMLP,
     initialize_lm_head_module,
-    initialize_rms_norm_module,
 )
 from pilotage.models.gemma2.config import Gemma2Config
 from pilotage.models.gemma2.weights import weight_map
+from pilotage.models.gemma3.model import Gemma3DecoderLayer
 from pilotage.models.llama3.model import LlamaAttention
 
 
@@ -34,25 +29,10 @@ class Gemma2Attention(LlamaAttention):
         self.softcap = config.attn_softcap
 
 
-class Gemma2DecoderLayer(nn.Module):
+class Gemma2DecoderLayer(Gemma3DecoderLayer):
     """Attention and MLP, each normalised before and after, and added back."""
 
-    def __init__(self, config: Gemma2Config, layer_idx: int, backend: BackendConfig) -> None:
-        super().__init__()
-        self.name = f"model.layers.{layer_idx}"
-        self.self_attn = Gemma2Attention(config, layer_idx, backend)
-        self.mlp = GatedMLP(config, backend)
-        norm = partial(
-            initialize_rms_norm_module, backend.rms_norm, config.hidden_size, eps=config.norm_eps, unit_offset=True
-        )
-        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
-        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], ctx: Any) -> Tensor:
-        """x [..., D] -> [..., D]."""
-        attended = self.self_attn(self.input_layernorm(x), rope, ctx)
-        x = tap(f"{self.name}.mid", x + self.post_attention_layernorm(attended))
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+    attention_class = Gemma2Attention
 
 
 class Gemma2ForCausalLM(CausalLM):

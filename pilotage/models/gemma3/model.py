@@ -46,12 +46,18 @@ class Gemma3Attention(GroupedQueryAttention):
 
 
 class Gemma3DecoderLayer(nn.Module):
-    """Attention and MLP, each normalised before and after, and added back."""
+    """Attention and MLP, each normalised before and after, and added back.
+
+    Attributes:
+        attention_class: called with (config, layer index, backend).
+    """
+
+    attention_class: type[GroupedQueryAttention] = Gemma3Attention
 
     def __init__(self, config: Gemma3Config, layer_idx: int, backend: BackendConfig) -> None:
         super().__init__()
         self.name = f"model.layers.{layer_idx}"
-        self.self_attn = Gemma3Attention(config, layer_idx, backend)
+        self.self_attn = self.attention_class(config, layer_idx, backend)
         self.mlp = GatedMLP(config, backend)
         norm = partial(
             initialize_rms_norm_module, backend.rms_norm, config.hidden_size, eps=config.norm_eps, unit_offset=True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 
 from pilotage.bench.child import Child
 from pilotage.bench.loads import Load
-from pilotage.bench.measurement import metrics
+from pilotage.bench.measurement import InOnePiece, metrics
 from pilotage.core.errors import Unavailable
 
 # `vllm serve` asks for the version of a distribution called vllm, and reads the target off its suffix; the CPU build is
@@ -94,15 +95,23 @@ def client_arguments(load: Load, *, url: str, model: str, seed: int) -> list[str
 class ServerArm:
     """A server, driven by `vllm bench serve`."""
 
+    ATTEMPTS = 3
+
     def __init__(self, client: Child, *, url: str, model: str) -> None:
         self.client, self.url, self.model = client, url, model
 
     def measure(self, load: Load, seed: int) -> tuple[dict[str, float], Asked]:
-        """Run one repeat.
+        """Run one repeat; once more, up to `ATTEMPTS` times, where a stalled server sent whole answers in one piece.
 
         Raises:
-            Unavailable: a request failed.
+            Unavailable: a request failed, or no attempt shows the time between tokens.
         """
+        for _ in range(self.ATTEMPTS - 1):
+            with contextlib.suppress(InOnePiece):
+                return self._measure(load, seed)
+        return self._measure(load, seed)
+
+    def _measure(self, load: Load, seed: int) -> tuple[dict[str, float], Asked]:
         result = self.client.ask({"arguments": client_arguments(load, url=self.url, model=self.model, seed=seed)})
         if result["failed"] or result["completed"] != load.num_prompts:
             why = next((text for text in result["errors"] if text), "no message")

@@ -17,6 +17,10 @@ PEAK_RSS = "peak_rss_mib"
 Values = dict[str, dict[str, list[float]]]
 
 
+class InOnePiece(Unavailable):
+    """All tokens of all answers reached the client together."""
+
+
 def metrics(
     load: Load, *, ttfts_s: Sequence[float], decode_s: Sequence[float], output_lens: Sequence[int], duration_s: float
 ) -> dict[str, float]:
@@ -35,6 +39,7 @@ def metrics(
 
     Raises:
         Unavailable: an answer of another length than was asked for, or none.
+        InOnePiece: there is no time between tokens.
     """
     if not output_lens or (not load.spread and any(n != load.output_len for n in output_lens)):
         raise Unavailable(
@@ -46,6 +51,12 @@ def metrics(
     if load.decodes:
         steps = sum(n - 1 for n in output_lens)
         itl_s = sum(decode_s) / steps
+        if itl_s <= 0:  # a server that falls behind its own engine sends what has piled up at once
+            raise InOnePiece(
+                "every answer came in one piece: there is no time between tokens",
+                where=load.name,
+                do="measure on a machine with less other work, or ask for longer answers",
+            )
         out["itl_ms"] = itl_s * 1e3
         out["decode_tok_s"] = min(load.concurrency, len(output_lens)) / itl_s
     return out

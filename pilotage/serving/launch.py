@@ -9,6 +9,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -230,6 +231,11 @@ def require_free(port: int) -> None:
             ) from error
 
 
+# What vLLM's logger puts before each line: the process, and the level, time and place of an error.
+_PREFIX = re.compile(r"^(\(\w+ pid=\d+\) ?)?(ERROR [^\]]*\] ?)?")
+_ERROR = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Refused|Timeout)\b|^[a-z_]\w*(\.\w+)+: ")
+
+
 @contextlib.contextmanager
 def server(
     model: str | Path,
@@ -264,7 +270,7 @@ def server(
 
     Raises:
         BadInput: the port cannot be used.
-        PilotageError: the server did not start; the end of its log is in the message.
+        PilotageError: the server did not start; why, from its log, is in the message.
     """
     port = port if port is not None else free_port()
     require_free(port)
@@ -326,8 +332,22 @@ def _wait(process: subprocess.Popen[bytes], url: str, timeout_s: float, log: Pat
             if own:
                 raise Unavailable(own[-1].removeprefix("pilotage: "), where="vllm serve")
             what = f"ended with code {process.returncode}" if died else f"did not answer within {timeout_s:.0f} s"
-            raise Unavailable(f"{what}; the end of its log:\n" + "\n".join(lines[-25:]), where="vllm serve")
+            raise Unavailable(f"{what}; from its log:\n" + "\n".join(cause(lines)), where="vllm serve")
         time.sleep(0.2)
+
+
+def cause(lines: Sequence[str]) -> list[str]:
+    """Return what a log says about why a server ended: its first traceback, or its end.
+
+    The first one, because the processes that wait for the one that failed add tracebacks of their own, which only say
+    that it failed.
+    """
+    plain = [_PREFIX.sub("", line) for line in lines]
+    start = next((n for n, line in enumerate(plain) if line.startswith("Traceback (most recent")), None)
+    if start is None:
+        return list(lines[-25:])
+    end = next((n for n in range(start + 1, len(plain)) if _ERROR.match(plain[n])), len(plain) - 1)
+    return plain[max(start, end - 14) : end + 6]
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

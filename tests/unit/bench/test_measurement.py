@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pilotage.bench.arms import client_arguments, find_peer
+from pilotage.bench.arms import ServerArm, client_arguments, find_peer
 from pilotage.bench.loads import LOADS, choose
-from pilotage.bench.measurement import metrics, ratios
+from pilotage.bench.measurement import InOnePiece, metrics, ratios
 from pilotage.core.errors import BadInput, Unavailable
 
 
@@ -89,3 +89,35 @@ def test_a_peer_without_vllm(tmp_path: object) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", f"{tmp_path}/venv"], check=True)
     with pytest.raises(Unavailable, match="no vllm in that environment"):
         find_peer(f"{tmp_path}/venv/bin/python")
+
+
+def test_an_answer_in_one_piece_has_no_time_between_tokens() -> None:
+    with pytest.raises(InOnePiece, match="no time between tokens"):
+        metrics(LOADS["decode-x1"], ttfts_s=[0.1], decode_s=[0.0], output_lens=[64], duration_s=0.1)
+
+
+def test_a_repeat_in_one_piece_is_tried_again() -> None:
+    class Client:
+        def __init__(self) -> None:
+            self.decode_s: list[list[float]] = [[], [0.01] * 63]
+
+        def ask(self, question: object) -> dict[str, object]:
+            return {
+                "failed": 0,
+                "completed": 1,
+                "errors": [""],
+                "ttfts": [0.1],
+                "itls": [self.decode_s.pop(0)],
+                "output_lens": [64],
+                "duration": 0.73,
+                "prompts": ["text"],
+            }
+
+    client = Client()
+    found, asked = ServerArm(client, url="http://127.0.0.1:1", model="m").measure(LOADS["decode-x1"], 0)  # type: ignore[arg-type]
+    assert found["itl_ms"] == pytest.approx(10) and asked.prompts == ["text"]
+
+    client.decode_s = [[]] * ServerArm.ATTEMPTS
+    with pytest.raises(InOnePiece):
+        ServerArm(client, url="http://127.0.0.1:1", model="m").measure(LOADS["decode-x1"], 0)  # type: ignore[arg-type]
+    assert not client.decode_s

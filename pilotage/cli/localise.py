@@ -112,9 +112,11 @@ def _causal(arm: str, says: Mapping[str, Any]) -> str:
 
 
 def _culprits(found: Localisation) -> Any:
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("", "module", "site", "score", "arm", "where", "what", title="culprits", title_justify="left")
+    # A module's name is what one copies from here: the other columns give way.
+    named = [Column("module", no_wrap=True, min_width=max(len(culprit.module) for culprit in found.culprits[:SHOWN]))]
+    table = Table("", *named, "site", "score", "arm", "where", "what", title="culprits", title_justify="left")
     for number, culprit in enumerate(found.culprits[:SHOWN], 1):
         says = culprit.evidence
         phases = [f"{phase} {share:.0%}" for phase, share in says.get("wrong_rows_by_phase", {}).items()]

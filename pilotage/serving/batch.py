@@ -108,7 +108,12 @@ class StepInputs:
     `query_start_loc[-1]`; a padded row has no query and no length.
 
     Attributes:
-        input_ids: [T] int64. positions: [T] int32. sampling_positions: [R] int64, the token rows that need logits.
+        bucket: what the graph is chosen by: the tokens of a prefill graph, the requests of a decode graph.
+        size: its tokens, T.
+        input_ids: [T] int64. positions: [T] int32.
+        sampling_positions: int64, the token rows that need logits: [R], the last one of each request, or [T] in a
+            decode graph with several tokens a request, where the drafts among them are verified.
+        sampled: how many of `sampling_positions` are real.
         attn_metadata: the documented dictionary by layer name; its tensors are shared by the layers of a group.
     """
 
@@ -122,9 +127,13 @@ class StepInputs:
         decode_token_threshold: int = 1,
     ) -> None:
         self.kind, self.size, self.num_rows, self.groups = kind, size, num_rows, tuple(groups)
+        self.bucket = num_rows if kind == "decode" else size
+        self.verifies = kind == "decode" and decode_token_threshold > 1
+        self.num_sampled = size if self.verifies else num_rows
+        self.sampled = 0
         self.input_ids = torch.zeros(size, dtype=torch.int64)
         self.positions = torch.zeros(size, dtype=torch.int32)
-        self.sampling_positions = torch.zeros(num_rows, dtype=torch.int64)
+        self.sampling_positions = torch.zeros(self.num_sampled, dtype=torch.int64)
         self.query_start_loc = torch.zeros(num_rows + 1, dtype=torch.int32)
         self.seq_lens = torch.zeros(num_rows, dtype=torch.int32)
         self.cached_seq_len = torch.zeros(num_rows, dtype=torch.int32)
@@ -174,6 +183,7 @@ class StepInputs:
 
     def clear(self) -> None:
         """Make every token and row padding."""
+        self.sampled = 0
         for array in self._np.values():
             array.fill(0)
         for array in (*self._slots_np, *self._tables_np):
@@ -206,12 +216,14 @@ class StepInputs:
         local = np.repeat(np.arange(n), counts)  # request row of each token
         position = np.arange(total) - np.repeat(ends - counts, counts) + np.repeat(start, counts)
         arrays = self._np
-        arrays["input_ids"][:total] = token_ids[rows[local], position]
+        # vLLM pads drafts with -1; they are rejected, whatever is computed for them.
+        arrays["input_ids"][:total] = np.maximum(token_ids[rows[local], position], 0)
         arrays["positions"][:total] = position
         arrays["token_to_req"][:total] = local
         arrays["seq_lens"][:n] = start + counts
         arrays["cached_seq_len"][:n] = start
-        arrays["sampling_positions"][:n] = ends - 1
+        self.sampled = total if self.verifies else n
+        arrays["sampling_positions"][: self.sampled] = np.arange(total) if self.verifies else ends - 1
         arrays["query_start_loc"][1 : n + 1] = ends
         arrays["query_start_loc"][n + 1 :] = total
         for group, source, table, slots in zip(self.groups, block_tables, self._tables_np, self._slots_np, strict=True):

@@ -59,7 +59,17 @@ class Graphs:
         token_buckets: Sequence[int],
         seq_buckets: Sequence[int],
         prefill_seqs: int,
+        tokens_per_req: int = 1,
     ) -> None:
+        """Prepare the inputs; nothing is compiled yet.
+
+        Args:
+            vllm_config, model, kv_cache_config, caches: as for the runner.
+            token_buckets: prefill graphs, in tokens.
+            seq_buckets: decode graphs, in requests.
+            prefill_seqs: requests that share a prefill graph.
+            tokens_per_req: most tokens of a request in a decode graph: its last one and the drafts.
+        """
         self.vllm_config, self.model, self.caches = vllm_config, model, caches
         self.eager = vllm_config.model_config.enforce_eager
         groups = kv.layer_groups(kv_cache_config, vllm_config.model_config.max_model_len)
@@ -68,7 +78,14 @@ class Graphs:
         for size in token_buckets:
             self.inputs["prefill", size] = StepInputs("prefill", size, num_rows=prefill_seqs, groups=groups)
         for size in seq_buckets:
-            self.inputs["decode", size] = StepInputs("decode", size, num_rows=size, groups=groups)
+            self.inputs["decode", size] = StepInputs(
+                "decode",
+                size * tokens_per_req,
+                num_rows=size,
+                groups=groups,
+                decode_token_threshold=tokens_per_req,
+            )
+        self.tokens_per_req = tokens_per_req
         self.compiled: dict[tuple[str, Key], Callable[..., tuple[Tensor, Tensor]]] = {}
         self.taps: Taps | None = None
         self.exact = TargetConfig.from_additional_config(vllm_config.additional_config).exact_taps
@@ -155,6 +172,7 @@ class Graphs:
             "target": settings,
             **({"taps": self.taps.signature()} if self.taps is not None else {}),
             "groups": [dataclasses.asdict(group) for group in groups],
+            **({"tokens_per_req": self.tokens_per_req} if self.tokens_per_req > 1 else {}),
             "prefill_rows": [rows[name] for name in rows if name.startswith("prefill")][:1],
             "options": self._options,
             "kernels": functional.load_kernels(),  # a stored graph calls them
@@ -222,7 +240,7 @@ class Graphs:
     def _tapped(self, inputs: StepInputs, *, hooks: bool) -> AbstractContextManager[None]:
         if self.taps is None:
             return contextlib.nullcontext()
-        return self.taps.active(inputs.size, inputs.num_rows, hooks=hooks)
+        return self.taps.active(inputs.size, inputs.num_sampled, hooks=hooks)
 
     @contextlib.contextmanager
     def untapped(self) -> Iterator[None]:
@@ -250,7 +268,7 @@ class Graphs:
         Returns:
             Logits [R, V] of the sampling positions and hidden states [T, D] after the final norm.
         """
-        key = (inputs.kind, inputs.size)
+        key = (inputs.kind, inputs.bucket)
         forward = self.model if self.eager else self.compiled.get((self._variant(), key))
         if forward is None:
             held = [tensor.clone() for tensor in inputs.tensors()]  # compiling runs the graph on padding

@@ -48,10 +48,10 @@ def prove(graphs: Graphs, taps: Taps | None) -> dict[str, Any]:
     before = graphs.taps
     try:
         graphs.taps = None
-        graphs.prepare([("prefill", prefill.size), ("decode", decode.size)])
+        graphs.prepare([("prefill", prefill.bucket), ("decode", decode.bucket)])
         plain = _steps(graphs, prefill, decode, count, pages)
         graphs.taps = taps
-        graphs.prepare([("prefill", prefill.size), ("decode", decode.size)])
+        graphs.prepare([("prefill", prefill.bucket), ("decode", decode.bucket)])
         tapped = _steps(graphs, prefill, decode, count, pages)
     finally:
         graphs.taps = before

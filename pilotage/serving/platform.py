@@ -14,7 +14,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from pilotage.core.config import TargetConfig
 from pilotage.core.errors import BadInput, PilotageError, Unsupported
-from pilotage.serving import buckets, threads
+from pilotage.serving import buckets, speculation, threads
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -89,6 +89,8 @@ class PilotagePlatform(Platform):
         cls._longest_prompt = None if scheduler.enable_chunked_prefill else token_sizes[-1]
         cls._vocab_size = model_config.get_vocab_size()
         cls._salt = _salt(config)
+        if vllm_config.speculative_config is not None:
+            scheduler.async_scheduling = False  # the next step's drafts are guessed from this step's tokens
         threads.set_environment(parallel.world_size)
 
     # For validate_request, from the engine configured last in this process. Largest prompt that fits a graph where
@@ -134,6 +136,11 @@ class PilotagePlatform(Platform):
                 raise VLLMValidationError(
                     f"extra_args[{FORCE_KEY!r}]: {token} is not in the vocabulary of {cls._vocab_size} tokens"
                 )
+
+    @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        """Give vLLM's rejection sampler kernels that run without Triton."""
+        speculation.register()
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
@@ -209,7 +216,6 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     refusals = [
         (model_config.runner_type != "generate", f"runner {model_config.runner_type!r}", "use a generative model"),
-        (vllm_config.speculative_config is not None, "speculative decoding", "remove speculative_config"),
         (vllm_config.lora_config is not None, "LoRA", "merge the adapter into the checkpoint"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use tensor_parallel_size"),
         (parallel.data_parallel_size > 1, "data parallelism", "start one server a replica"),
@@ -226,6 +232,7 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
     for refused, what, do in refusals:
         if refused:
             raise Unsupported(f"{what} is not implemented on this target", where="vLLM configuration", do=do)
+    speculation.require_supported(vllm_config)
     require_known_architecture(model_config.architectures, model_config.model)
 
 

@@ -240,15 +240,15 @@ class Probing:
         owner = torch.full((inputs.size,), -1, dtype=torch.int64)
         owner[:total] = inputs.token_to_req[:total]
         positions = inputs.positions.long()
-        size = (inputs.size, inputs.num_rows)
+        size = (inputs.size, inputs.num_sampled)
         rows_of = [name for name in self.replacing if not self.known[name].sampled]
         if rows_of:
             context = self.taps.context(*size, sampled=False)
             self.replacer.fill(context, ids, positions, owner, modules=rows_of)
         sampled = [name for name in self.replacing if self.known[name].sampled]
         if sampled:
-            owner = torch.full((inputs.num_rows,), -1, dtype=torch.int64)
-            owner[: len(ids)] = torch.arange(len(ids))
+            owner = torch.full((inputs.num_sampled,), -1, dtype=torch.int64)
+            owner[: inputs.sampled] = inputs.token_to_req[inputs.sampling_positions[: inputs.sampled]]
             context = self.taps.context(*size, sampled=True)
             at = positions[inputs.sampling_positions]
             self.replacer.fill(context, ids, at, owner, modules=sampled, counted=not rows_of)
@@ -283,14 +283,14 @@ class Probing:
             return
         assert self.taps is not None
         total = sum(forward.num_tokens)
-        rows = {name: self.taps.rows(name, total, len(ids)) for name in self.capturing}
+        rows = {name: self.taps.rows(name, total, inputs.sampled) for name in self.capturing}
         rows.update(self._joined({name: rows[name] for name in rows if self.known[name].shard_dim is not None}))
         if self.writer is None:
             return
         for req_id in ids:
             self.writer.request(req_id, states[req_id].prompt_token_ids or [])
         requests = [req_id for req_id, count in zip(ids, forward.num_tokens, strict=True) for _ in range(count)]
-        sampled = torch.tensor(forward.num_tokens).cumsum(0) - 1
+        sampled = inputs.sampling_positions[: inputs.sampled]
         self.writer.add(
             rows,
             requests=requests,

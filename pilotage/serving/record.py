@@ -86,6 +86,7 @@ class Recorder:
         logits: Tensor,
         hidden: Tensor,
         compute_logits: Callable[[Tensor], Tensor],
+        sampled_at: Sequence[int] | None = None,
     ) -> None:
         """Record the wanted positions of a forward.
 
@@ -94,6 +95,7 @@ class Recorder:
             req_ids: request id of each of its rows.
             num_computed: tokens computed before this forward, for each row.
             logits: [rows of the graph, V] of the sampled positions, as the graph returned them.
+            sampled_at: token of each of those rows; the last one of each request when not given.
             hidden: [tokens of the graph, D] after the final norm.
             compute_logits: the model's head, for the positions that were not sampled.
         """
@@ -115,7 +117,9 @@ class Recorder:
             index = {name: value[tokens] for name, value in index.items()}
         if not len(tokens):
             return
-        sampled = {int(end) - 1: row for row, end in enumerate(counts.cumsum(0))}
+        if sampled_at is None:
+            sampled_at = (counts.cumsum(0) - 1).tolist()
+        sampled = {token: row for row, token in enumerate(sampled_at)}
 
         # One request at a time: the head's rows must not depend on who else is in the batch.
         shares = tokens.split(torch.bincount(index["request"], minlength=len(self.requests))[numbers].tolist())

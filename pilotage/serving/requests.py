@@ -51,6 +51,8 @@ class Requests:
         for state in entering:
             self.batch.add_request(state)
         self.batch.condense()
+        for req_id in self.batch.req_ids:
+            self.batch.update_req_spec_token_ids(self.states[req_id], step.scheduled_spec_decode_tokens)
         self.batch.refresh_metadata()
 
         fresh = {state.req_id for state in entering}

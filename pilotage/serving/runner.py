@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessors, build_logitsprocs
+from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from pilotage.core.config import TargetConfig
-from pilotage.serving import batch, buckets
+from pilotage.serving import batch, buckets, speculation
 from pilotage.serving.graphs import Graphs
 from pilotage.serving.observer import prove
 from pilotage.serving.probing import Probing
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import SamplerOutput
 
     from pilotage.probe.plan import Taps
 
@@ -79,12 +82,15 @@ class ModelRunner:
             buckets.seq_buckets(scheduler.max_num_seqs),
             "max_num_seqs",
         )
+        self.tokens_per_req = speculation.tokens_per_req(vllm_config)
+        self.proposer = speculation.proposer(vllm_config)
+        self.rejection_sampler = RejectionSampler(self.sampler, vllm_config.speculative_config)
         self.prefill_seqs = min(self.config.max_prefill_seqs, scheduler.max_num_seqs)
         self.probing = Probing(
             model,
             self.config,
-            num_tokens=max(self.token_buckets[-1], self.seq_buckets[-1]),
-            num_sampled=max(self.prefill_seqs, self.seq_buckets[-1]),
+            num_tokens=max(self.token_buckets[-1], self.seq_buckets[-1] * self.tokens_per_req),
+            num_sampled=max(self.prefill_seqs, self.seq_buckets[-1] * self.tokens_per_req),
         )
         self.graphs = Graphs(
             vllm_config,
@@ -94,10 +100,12 @@ class ModelRunner:
             token_buckets=self.token_buckets,
             seq_buckets=self.seq_buckets,
             prefill_seqs=self.prefill_seqs,
+            tokens_per_req=self.tokens_per_req,
         )
         self.graphs.taps = self.probing.taps
         self.recorder: Recorder | None = None
         self._pending: tuple[SchedulerOutput, list[batch.Scheduled], Tensor, dict[str, Tensor]] | None = None
+        self._drafts: DraftTokenIds | None = None
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         """Compute the logits of a step; None means that `sample_tokens` has the answer."""
@@ -106,9 +114,16 @@ class ModelRunner:
         if not scheduled:
             return EMPTY_MODEL_RUNNER_OUTPUT
         rows = self.requests.batch
+        # A row of logits for each draft of a request, and one for the token after them.
+        counts = [1 + len(rows.spec_token_ids[row]) for row in range(rows.num_reqs)]
         logits: Tensor | None = None
         hidden: dict[str, Tensor] = {}
-        forwards = batch.split(scheduled, max_tokens=self.token_buckets[-1], max_prefill_seqs=self.prefill_seqs)
+        forwards = batch.split(
+            scheduled,
+            max_tokens=self.token_buckets[-1],
+            max_prefill_seqs=self.prefill_seqs,
+            decode_token_threshold=self.tokens_per_req,
+        )
         for forward in forwards:
             n = len(forward.rows)
             if forward.kind == "decode":
@@ -128,20 +143,48 @@ class ModelRunner:
             self.probing.after(inputs, forward, ids, self.requests.states)
             if self.recorder is not None:
                 computed = [int(rows.num_computed_tokens_cpu[row]) for row in forward.rows]
-                self.recorder.add(forward, ids, computed, all_logits, states, self.model.compute_logits)
+                sampled_at = inputs.sampling_positions[: inputs.sampled].tolist()
+                self.recorder.add(forward, ids, computed, all_logits, states, self.model.compute_logits, sampled_at)
             if self.prompt_scores.wanted:
                 ends = torch.tensor(forward.num_tokens).cumsum(0).tolist()
                 for req_id, end, count in zip(ids, ends, forward.num_tokens, strict=True):
                     hidden[req_id] = states[end - count : end]
+            found, places = self._sampled(inputs, forward, all_logits, states, counts)
             if len(forwards) == 1 and forward.rows == tuple(range(rows.num_reqs)):
-                logits = all_logits[:n]
+                logits = found
             else:
                 if logits is None:
-                    logits = all_logits.new_zeros(rows.num_reqs, all_logits.shape[1])
-                logits[list(forward.rows)] = all_logits[:n]
+                    logits = all_logits.new_zeros(sum(counts), all_logits.shape[1])
+                logits[places] = found
         assert logits is not None
         self._pending = (step, scheduled, logits, hidden)
         return None
+
+    def _sampled(
+        self, inputs: batch.StepInputs, forward: batch.Forward, logits: Tensor, states: Tensor, counts: Sequence[int]
+    ) -> tuple[Tensor, list[int]]:
+        """Pick the logits that the sampler wants from those of a forward.
+
+        Args:
+            inputs, forward: what ran.
+            logits, states: what it returned.
+            counts: for each row of the batch how many rows of logits are wanted, its last ones.
+
+        Returns:
+            Logits [sum of the counts of the forward's rows, V], request by request, and where they belong among those
+            of the whole batch.
+        """
+        wanted = [counts[row] for row in forward.rows]
+        starts = np.cumsum(counts) - counts
+        places = [int(starts[row]) + n for row in forward.rows for n in range(counts[row])]
+        if max(wanted) == 1 and not inputs.verifies:
+            return logits[: len(wanted)], places
+        ends = np.cumsum(forward.num_tokens)
+        tokens = [int(end) - count + n for end, count in zip(ends, wanted, strict=True) for n in range(count)]
+        if inputs.verifies:
+            return (logits[: len(tokens)] if len(tokens) == inputs.sampled else logits[tokens]), places
+        # A request that enters the batch with drafts runs as prefill, whose graph has logits for last tokens only.
+        return self.model.compute_logits(states[tokens]), places
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         """Sample from the logits of the step before."""
@@ -157,23 +200,57 @@ class ModelRunner:
         # A row without a token to sample must not use up its request's random numbers: output would depend on how the
         # prompt was cut into chunks.
         kept = {row: rows.generators[row].get_state() for row in unfinished if row in rows.generators}
-        output = self.sampler(logits=logits, sampling_metadata=rows.sampling_metadata)
+        drafts = rows.spec_token_ids[: rows.num_reqs]
+        if any(drafts):
+            output = self._verify(logits, drafts)
+        else:
+            output = self.sampler(logits=logits, sampling_metadata=rows.sampling_metadata)
         for row, state in kept.items():
             rows.generators[row].set_state(state)
-        sampled = self._agreed(output.sampled_token_ids).tolist()
-        for row in unfinished:
-            sampled[row] = []
+        tokens = self._agreed(output.sampled_token_ids)
+        scored = output.logprobs_tensors
+        if any(drafts):
+            sampled, logprobs = RejectionSampler.parse_output(tokens, self.vocab_size, unfinished, scored)
+        else:
+            sampled, logprobs = tokens.tolist(), scored.tolists() if scored is not None else None
+            for row in unfinished:
+                sampled[row] = []
         scores = {}
         if self.prompt_scores.wanted:
             scores = self.prompt_scores.collect(self.requests.states, hidden, self.model.compute_logits)
         self.requests.append(sampled)
+        self._propose(sampled)
         return ModelRunnerOutput(
             req_ids=list(rows.req_ids),
             req_id_to_index=dict(rows.req_id_to_index),
             sampled_token_ids=sampled,
-            logprobs=output.logprobs_tensors.tolists() if output.logprobs_tensors is not None else None,
+            logprobs=logprobs,
             prompt_logprobs_dict=dict(scores),
         )
+
+    def _verify(self, logits: Tensor, drafts: Sequence[Sequence[int]]) -> SamplerOutput:
+        """Sample where some requests have drafts; -1 in the tokens stands after the last one of a request."""
+        rows = self.requests.batch
+        forced = next(p for p in rows.logitsprocs.non_argmax_invariant if isinstance(p, ForcedTokens))
+        forced.force_drafts(logits, [1 + len(ids) for ids in drafts])
+        forced.done_with_drafts = True
+        try:
+            return self.rejection_sampler(speculation.metadata(drafts), None, logits, rows.sampling_metadata)
+        finally:
+            forced.done_with_drafts = False
+
+    def _propose(self, sampled: Sequence[Sequence[int]]) -> None:
+        """Guess what follows this step's tokens, for `take_draft_token_ids`."""
+        if self.proposer is None:
+            return
+        rows = self.requests.batch
+        wanted = [row for row, tokens in enumerate(sampled) if tokens]
+        self._drafts = DraftTokenIds(list(rows.req_ids), self.proposer.propose(rows, wanted))
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """Hand out the drafts of the step before, once."""
+        drafts, self._drafts = self._drafts, None
+        return drafts
 
     def _agreed(self, sampled: Tensor) -> Tensor:
         """Take the first rank's tokens on every rank: they go into every rank's next inputs."""
@@ -290,5 +367,6 @@ def _input_batch(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Inp
         block_sizes=block_sizes,
         max_num_blocks_per_req=[math.ceil(model_config.max_model_len / size) for size in block_sizes],
         logitsprocs=processors,
+        num_spec_tokens=speculation.tokens_per_req(vllm_config) - 1,
         logitsprocs_need_output_token_ids=True,
     )

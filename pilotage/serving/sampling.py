@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor import LogitsProcessor
@@ -12,7 +13,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from pilotage.serving.platform import FORCE_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
     from vllm.config import VllmConfig
@@ -30,6 +31,8 @@ class ForcedTokens(LogitsProcessor):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         self.forced: dict[int, tuple[list[int], list[int]]] = {}  # row -> (forced, output so far)
+        # With drafts, a request has logits for several of its next tokens; then `force_drafts` has done it.
+        self.done_with_drafts = False
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -43,12 +46,29 @@ class ForcedTokens(LogitsProcessor):
         return (list(forced), output) if forced else None
 
     def apply(self, logits: Tensor) -> Tensor:
-        for row, (forced, output) in self.forced.items():
-            if len(output) < len(forced):
-                token = forced[len(output)]
-                logits[row].fill_(float("-inf"))
-                logits[row, token] = 0.0
+        if not self.done_with_drafts:
+            for row, (forced, output) in self.forced.items():
+                self._force(logits[row], forced, len(output))
         return logits
+
+    def force_drafts(self, logits: Tensor, counts: Sequence[int]) -> None:
+        """Force the tokens of requests with drafts, in place.
+
+        Args:
+            logits: request by request, a row for each draft and one for the token after them.
+            counts: rows of each request.
+        """
+        ends = np.cumsum(counts)
+        for row, (forced, output) in self.forced.items():
+            first = int(ends[row]) - counts[row]
+            for offset in range(counts[row]):
+                self._force(logits[first + offset], forced, len(output) + offset)
+
+    @staticmethod
+    def _force(row: Tensor, forced: list[int], number: int) -> None:
+        if number < len(forced):
+            row.fill_(float("-inf"))
+            row[forced[number]] = 0.0
 
 
 class PromptScores:

@@ -31,7 +31,7 @@ from pilotage.serving.runner import ModelRunner
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -129,6 +129,9 @@ class PilotageWorker(WorkerBase):
 
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
         return self.runner.sample_tokens(grammar_output)
+
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        return self.runner.take_draft_token_ids()
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return ("generate",)

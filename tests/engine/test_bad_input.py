@@ -55,7 +55,11 @@ def test_unknown_architecture(tiny: Callable[..., Path], tmp_path: Path) -> None
     [
         ("kv_cache_dtype", "fp8", "kv_cache_dtype='fp8' is not implemented"),
         ("enable_prompt_embeds", True, "prompt embeddings is not implemented"),
-        ("speculative_config", {"method": "ngram", "num_speculative_tokens": 2}, "speculative decoding is not"),
+        (
+            "speculative_config",
+            {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 2},
+            "speculative decoding by 'ngram_gpu' is not implemented",
+        ),
     ],
 )
 def test_features_of_vllm_that_this_target_lacks(option: str, value: Any, said: str, tiny: Callable[..., Path]) -> None:

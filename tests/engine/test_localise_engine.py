@@ -97,19 +97,20 @@ def test_a_condition_that_invariance_found(tiny: Callable[..., Path], monkeypatc
 
 
 @pytest.mark.slow
-def test_the_compiled_engine(tiny: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
+def test_the_compiled_engine(tiny: Callable[..., Path], tmp_path: Path, ranks: int) -> None:
     import json
     import shutil
 
     path = tiny("gemma3")
-    clean = localise(str(path), condition=Condition(engine=True))
+    clean = localise(str(path), condition=Condition(engine=True, ranks=ranks))
     assert clean.status is Status.PASS, [(culprit.key, culprit.score) for culprit in clean.culprits]
-    assert [arm.target for arm in clean.arms] == ["engine, compiled"] * 2
+    assert [arm.target for arm in clean.arms] == ["engine, compiled" + (", 2 ranks" if ranks == 2 else "")] * 2
     wrong = tmp_path / "wrong"
     shutil.copytree(path, wrong)
     config = json.loads((wrong / "config.json").read_text())
     (wrong / "config.json").write_text(json.dumps({**config, "sliding_window": 17}))
-    found = localise(str(wrong), reference=str(path), arms=("bfloat16",), condition=Condition(engine=True))
+    found = localise(str(wrong), reference=str(path), arms=("bfloat16",), condition=Condition(engine=True, ranks=ranks))
     assert kinds(found) == ["self_attn.heads"]
 
 

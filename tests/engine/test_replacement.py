@@ -308,7 +308,8 @@ def test_a_name_that_the_model_only_asks_for(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_ranks_hold_their_shares(tiny: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_two_ranks_hold_their_shares(tiny: Callable[..., Path], tmp_path: Path, eager: bool) -> None:
     """Heads are divided over the ranks: captures have all of them, references are cut up."""
     path, other = tiny("gemma3"), tiny("gemma3", seed=3)
     prompts = prompts_of(LENGTHS, seed=9)
@@ -320,7 +321,7 @@ def test_two_ranks_hold_their_shares(tiny: Callable[..., Path], tmp_path: Path) 
     with launch.engine(
         path,
         dtype="float32",
-        enforce_eager=True,
+        enforce_eager=eager,
         max_model_len=128,
         max_num_seqs=4,
         tensor_parallel_size=2,
@@ -338,7 +339,6 @@ def test_two_ranks_hold_their_shares(tiny: Callable[..., Path], tmp_path: Path) 
         receipts = llm.collective_rpc("replace_stop")
     assert all(receipt["whole"] for receipt in receipts)
     plain = Captures.open(tmp_path / "plain")
-    print(plain.notes["observer"])
     assert plain.notes["shares"] == {}
     for prompt, want in zip(prompts, truth, strict=True):
         (request,) = plain.find(prompt)

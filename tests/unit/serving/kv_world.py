@@ -200,8 +200,9 @@ class World:
                 self.running[row].drafts = 0
             self._check_outputs(forward, outputs)
             self._check_pages(before, forward)
-            picked = inputs.sampling_positions[: len(forward.rows)].tolist()
-            assert picked == [end - 1 for end in np.cumsum(forward.num_tokens)]
+            picked = inputs.sampling_positions[: inputs.sampled].tolist()
+            last = [end - 1 for end in np.cumsum(forward.num_tokens)]
+            assert picked == (list(range(sum(forward.num_tokens))) if inputs.verifies else last)
 
     def attend(self, inputs: StepInputs) -> list[Tensor]:
         """Do what a model's attention layers do with a step's inputs."""

@@ -1,0 +1,133 @@
+"""Speculation in the running engine: tokens as without it, whatever is drafted, accepted or rejected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import check_tokens, generate, prompts_of, tokens_of
+
+from pilotage.serving import launch
+
+pytestmark = pytest.mark.engine
+
+CONFIG = {"num_batched_tokens_buckets": [16, 48], "num_seqs_buckets": [1, 4]}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+def engine(path: Path, speculative: dict[str, Any], **settings: Any) -> Any:
+    arguments = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 160,
+        "max_num_seqs": 4,
+        "additional_config": CONFIG,
+        "disable_log_stats": False,
+        **settings,
+    }
+    return launch.engine(path, speculative_config=speculative, **arguments)
+
+
+def drafts(llm: Any) -> tuple[int, int]:
+    """Return how many tokens were drafted, and how many of them stood, since the engine started."""
+    counted = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    return counted["vllm:spec_decode_num_draft_tokens"], counted["vllm:spec_decode_num_accepted_tokens"]
+
+
+def repeating(seed: int) -> list[list[int]]:
+    """Prompts that say things twice, longer than the window, of unequal lengths."""
+    return [[*part, 9, *part, *part[: 3 + n]] for n, part in enumerate(prompts_of((30, 4, 17, 44, 9, 21), seed=seed))]
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Callable[..., Path]) -> Iterator[tuple[Path, Any]]:
+    path = tiny("gemma3")
+    with engine(path, NGRAM) as llm:
+        yield path, llm
+
+
+def test_greedy_tokens_are_those_without_drafts(served: tuple[Path, Any], oracle: Any) -> None:
+    path, llm = served
+    prompts = repeating(seed=21)
+    outputs = generate(llm, prompts, 24)
+    check_tokens(outputs, [oracle(path).greedy(prompt, 24) for prompt in prompts])
+    drafted, stood = drafts(llm)
+    assert 0 < stood < drafted  # both ways of ending a draft were taken
+    # A prefix hit that leaves a single token enters the batch with padded drafts.
+    again = generate(llm, [prompts[0], prompts[0][:33]], 8)
+    assert again[0].num_cached_tokens > 0
+    check_tokens(again, [oracle(path).greedy(prompt, 8) for prompt in (prompts[0], prompts[0][:33])])
+
+
+def test_logprobs_and_stops_at_accepted_tokens(served: tuple[Path, Any], oracle: Any) -> None:
+    path, llm = served
+    (prompt,) = repeating(seed=22)[:1]
+    reference = oracle(path).greedy(prompt, 20)
+    (output,) = generate(llm, [prompt], 20, logprobs=2)
+    assert list(output.outputs[0].token_ids) == reference.tokens
+    rows = torch.log_softmax(reference.logits[len(prompt) - 1 :], -1)
+    for row, token, said in zip(rows, reference.tokens, output.outputs[0].logprobs, strict=True):
+        assert said[token].logprob == pytest.approx(float(row[token]), abs=1e-4)
+    # The n-th token, whichever draft brought it, ends the request when it is a stop token.
+    stop = reference.tokens[12]
+    (output,) = generate(llm, [prompt], 20, stop_token_ids=[stop])
+    assert list(output.outputs[0].token_ids) == reference.tokens[: reference.tokens.index(stop) + 1]
+
+
+def test_forced_tokens_are_forced_through_drafts(served: tuple[Path, Any]) -> None:
+    _, llm = served
+    before = drafts(llm)[1]
+    prompts = repeating(seed=23)[:3]
+    forced = [[*prompt[:12], *prompt[:8]] for prompt in prompts]
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(max_tokens=20, temperature=t, ignore_eos=True, extra_args={"pilotage_force": tokens})
+        for t, tokens in zip((0.0, 1.0, 0.0), forced, strict=True)
+    ]
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    assert tokens_of(outputs) == forced
+    assert drafts(llm)[1] > before
+
+
+def test_seeded_samples_repeat_and_do_not_depend_on_the_batch(served: tuple[Path, Any]) -> None:
+    _, llm = served
+    prompts = repeating(seed=24)
+    sampling: dict[str, Any] = {"temperature": 0.7, "seed": 5, "top_p": 0.95}
+    together = tokens_of(generate(llm, prompts, 16, **sampling))
+    alone = [tokens_of(generate(llm, [prompt], 16, **sampling))[0] for prompt in prompts[:2]]
+    assert together[:2] == alone
+
+
+def test_preemption_with_drafts(tiny: Callable[..., Path], oracle: Any) -> None:
+    path = tiny("llama3")
+    prompts = repeating(seed=25)[:4]
+    with engine(path, NGRAM, block_size=16, num_gpu_blocks_override=14, enable_prefix_caching=False) as llm:
+        outputs = generate(llm, prompts, 40)
+        counted = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+        assert counted["vllm:num_preemptions"] > 0 and drafts(llm)[1] > 0
+    check_tokens(outputs, [oracle(path).greedy(prompt, 40) for prompt in prompts])
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_ranks_agree_on_drafts(tiny: Callable[..., Path], oracle: Any) -> None:
+    path = tiny("qwen3")
+    prompts = repeating(seed=26)
+    with engine(path, NGRAM, tensor_parallel_size=2) as llm:
+        outputs = generate(llm, prompts, 24)
+        assert drafts(llm)[1] > 0
+    check_tokens(outputs, [oracle(path).greedy(prompt, 24) for prompt in prompts])
+
+
+@pytest.mark.slow
+def test_compiled(tiny: Callable[..., Path], oracle: Any) -> None:
+    path = tiny("gemma3")
+    prompts = repeating(seed=27)
+    with engine(path, NGRAM, enforce_eager=False) as llm:
+        outputs = generate(llm, prompts, 24)
+        assert drafts(llm)[1] > 0
+    check_tokens(outputs, [oracle(path).greedy(prompt, 24) for prompt in prompts])

@@ -15,6 +15,7 @@
 | nope_layers | layers without position encoding |
 | rope_interleave | rotates neighbouring pairs, not halves |
 | num_experts, num_experts_per_token, moe_intermediate_size, num_shared_experts, norm_topk_prob, routed_scaling | MoE |
+| num_expert_groups, num_expert_groups_per_token | groups of experts, of which a token chooses from a few |
 | kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim | latent attention (MLA) |
 | num_kv_shared_layers, k_eq_v, per_layer_input_size, per_layer_config | what differs between layers |
 | tie_word_embeddings, max_position, bos_token_id, eos_token_id, pad_token_id | the rest of a language model |
@@ -321,6 +322,8 @@ FIELDS: dict[str, Rule] = {
     "norm_topk_prob": _plain("norm_topk_prob"),
     "swiglu_alpha": _plain("swiglu_alpha"),
     "swiglu_limit": _plain("swiglu_limit"),
+    "num_expert_groups": _plain("n_group"),
+    "num_expert_groups_per_token": _plain("topk_group"),
     "routed_scaling": _plain("routed_scaling_factor", "moe_router_scaling"),
     "kv_lora_rank": _plain("kv_lora_rank"),
     "q_lora_rank": _plain("q_lora_rank"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 GEMMA = "gemma3-270m"
 _TINY = (
     *("tiny:llama3", "tiny:gemma3", "tiny:qwen2", "tiny:qwen3"),
-    *("tiny:gemma2", "tiny:gpt_oss", "tiny:mistral", "tiny:mixtral", "tiny:qwen3_moe"),
+    *("tiny:gemma2", "tiny:deepseek_v3", "tiny:gpt_oss", "tiny:mistral", "tiny:mixtral", "tiny:qwen3_moe"),
 )
 # Asking whether the hub answers must not cost a machine without a network more than this.
 _HUB_TIMEOUT_S = 5.0

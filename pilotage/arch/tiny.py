@@ -188,6 +188,43 @@ _CONFIGS |= {
         },
     },
 }
+_CONFIGS["deepseek_v3"] = {
+    **{key: value for key, value in _COMMON.items() if key != "head_dim"},
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    # The latents' norms have 1e-6 of their own.
+    "rms_norm_eps": 1e-4,
+    "num_key_value_heads": 6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "rope_interleave": True,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 44,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 0.6,  # below the published 2.5: half precision changes a choice now and then
+    "num_nextn_predict_layers": 0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 20000.0,
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        # Unequal, so that cos and sin are scaled as well as the scores.
+        "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": 128,
+    },
+}
 for _name in ("mistral", "mixtral"):
     del _CONFIGS[_name]["attention_bias"]
 # Qwen 2 has biases on q, k and v whatever `attention_bias` says, and transformers has no such field for it.
@@ -215,6 +252,11 @@ _STD = {
     "w3": 0.16,
     "w2": 0.10,
     "gate_up_proj": 0.16,
+    # DeepSeek's latents are normalised before they are projected up.
+    "q_a_proj": 0.16,
+    "q_b_proj": 0.30,
+    "kv_a_proj_with_mqa": 0.16,
+    "kv_b_proj": 0.30,
 }
 _STD_GEMMA3 = {**_STD, "q_proj": 0.05, "k_proj": 0.05, "o_proj": 0.02, "down_proj": 0.02}
 # Gemma 2 normalises no queries and keys: they stay large, so that its bound on the scores shows.
@@ -297,22 +339,10 @@ def tensors(config: Mapping[str, Any], seed: int) -> dict[str, torch.Tensor]:
 
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shape of every checkpoint tensor by Hugging Face name, in the order of the model."""
-    hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
     kind = config["model_type"]
-    attention_bias = kind == "qwen2" or config.get("attention_bias")
     layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-    for name, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
-        layer[f"self_attn.{name}.weight"] = (rows, hidden)
-        if attention_bias:
-            layer[f"self_attn.{name}.bias"] = (rows,)
-    layer["self_attn.o_proj.weight"] = (hidden, query)
-    if attention_bias and kind != "qwen2":
-        layer["self_attn.o_proj.bias"] = (hidden,)
-    if kind in ("gemma3_text", "qwen3", "qwen3_moe"):
-        layer |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
-    if kind == "gpt_oss":
-        layer["self_attn.sinks"] = (config["num_attention_heads"],)
+    layer |= _latent_attention(config) if kind == "deepseek_v3" else _attention(config)
     layer["post_attention_layernorm.weight"] = (hidden,)
     if kind in ("gemma3_text", "gemma2"):
         layer |= {"pre_feedforward_layernorm.weight": (hidden,), "post_feedforward_layernorm.weight": (hidden,)}
@@ -325,6 +355,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     result: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for index in range(config["num_hidden_layers"]):
         is_dense = index in config.get("mlp_only_layers", ()) or (index + 1) % config.get("decoder_sparse_step", 1)
+        is_dense = is_dense or index < config.get("first_k_dense_replace", 0)
         block = dense if is_dense or not sparse else sparse
         result |= {f"model.layers.{index}.{name}": shape for name, shape in (layer | block).items()}
     result["model.norm.weight"] = (hidden,)
@@ -333,14 +364,64 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return result
 
 
+def _attention(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a layer's attention."""
+    kind, hidden, head = config["model_type"], config["hidden_size"], config["head_dim"]
+    query, key = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    attention_bias = kind == "qwen2" or config.get("attention_bias")
+    layer: dict[str, tuple[int, ...]] = {}
+    for name, rows in (("q_proj", query), ("k_proj", key), ("v_proj", key)):
+        layer[f"self_attn.{name}.weight"] = (rows, hidden)
+        if attention_bias:
+            layer[f"self_attn.{name}.bias"] = (rows,)
+    layer["self_attn.o_proj.weight"] = (hidden, query)
+    if attention_bias and kind != "qwen2":
+        layer["self_attn.o_proj.bias"] = (hidden,)
+    if kind in ("gemma3_text", "qwen3", "qwen3_moe"):
+        layer |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
+    if kind == "gpt_oss":
+        layer["self_attn.sinks"] = (config["num_attention_heads"],)
+    return layer
+
+
+def _latent_attention(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a layer's latent attention."""
+    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    nope, rotated, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    queries = config["q_lora_rank"]
+    layer: dict[str, tuple[int, ...]] = {}
+    if queries is None:
+        layer["self_attn.q_proj.weight"] = (heads * (nope + rotated), hidden)
+    else:
+        layer["self_attn.q_a_proj.weight"] = (queries, hidden)
+        layer["self_attn.q_a_layernorm.weight"] = (queries,)
+        layer["self_attn.q_b_proj.weight"] = (heads * (nope + rotated), queries)
+    layer["self_attn.kv_a_proj_with_mqa.weight"] = (rank + rotated, hidden)
+    layer["self_attn.kv_a_layernorm.weight"] = (rank,)
+    layer["self_attn.kv_b_proj.weight"] = (heads * (nope + value), rank)
+    layer["self_attn.o_proj.weight"] = (hidden, heads * value)
+    if config["attention_bias"]:
+        if queries is not None:
+            layer["self_attn.q_a_proj.bias"] = (queries,)
+        layer["self_attn.kv_a_proj_with_mqa.bias"] = (rank + rotated,)
+        layer["self_attn.o_proj.bias"] = (hidden,)
+    return layer
+
+
 def _experts(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the tensors of a layer's router and experts, as published checkpoints name them; empty without experts."""
     kind, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
     found: dict[str, tuple[int, ...]] = {}
-    if kind == "qwen3_moe":
+    if kind in ("qwen3_moe", "deepseek_v3"):
         inner = config["moe_intermediate_size"]
-        found["mlp.gate.weight"] = (config["num_experts"], hidden)
-        for expert in range(config["num_experts"]):
+        count = config["num_experts" if kind == "qwen3_moe" else "n_routed_experts"]
+        found["mlp.gate.weight"] = (count, hidden)
+        if kind == "deepseek_v3":
+            found["mlp.gate.e_score_correction_bias"] = (count,)
+            shared = inner * config["n_shared_experts"]
+            for name, shape in (("gate", (shared, hidden)), ("up", (shared, hidden)), ("down", (hidden, shared))):
+                found[f"mlp.shared_experts.{name}_proj.weight"] = shape
+        for expert in range(count):
             for name, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
                 found[f"mlp.experts.{expert}.{name}_proj.weight"] = shape
     elif kind == "mixtral":

@@ -6,6 +6,7 @@ would run for a call, `receipt()` what did. They compute one rank's share and kn
 
 from pilotage.functional import native, sdpa  # noqa: F401  register their implementations
 from pilotage.functional.attention import attention_decode, flash_attention, segmented_attention, write_kv
+from pilotage.functional.latent import latent_queries, latent_values
 from pilotage.functional.moe import expert_affinities, experts, router, router_logits
 from pilotage.functional.native import load_kernels
 from pilotage.functional.norm import rms_norm
@@ -51,6 +52,8 @@ __all__ = [
     "forced",
     "gated_activation",
     "kernels_disabled",
+    "latent_queries",
+    "latent_values",
     "linear",
     "lm_head",
     "load_kernels",

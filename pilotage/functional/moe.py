@@ -15,7 +15,7 @@ from pilotage.core.errors import Unsupported
 from pilotage.functional.projections import activation_function
 from pilotage.functional.registry import Call, operator, register
 
-RULES = ("softmax_topk", "topk_softmax")
+RULES = ("softmax_topk", "topk_softmax", "sigmoid_groups")
 CLAMPED_SWIGLU = "clamped_swiglu"
 
 
@@ -29,15 +29,30 @@ def router_logits(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = N
 
 
 @operator
-def expert_affinities(logits: Tensor, *, top_k: int, rule: str, renormalize: bool = False) -> Tensor:
+def expert_affinities(
+    logits: Tensor,
+    correction: Tensor | None = None,
+    *,
+    top_k: int,
+    rule: str,
+    renormalize: bool = False,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+) -> Tensor:
     """Turn router logits into the weight of each expert.
 
     Args:
         logits: [..., E].
+        correction: [E] added to the scores of "sigmoid_groups" for the choice, not to the weights; or None.
         top_k: experts of a token.
-        rule: "softmax_topk" (probabilities over all experts, of which the largest are kept: Mixtral, Qwen) or
-            "topk_softmax" (the largest logits, and probabilities among these alone: gpt-oss).
+        rule: "softmax_topk" (probabilities over all experts, of which the largest are kept: Mixtral, Qwen),
+            "topk_softmax" (the largest logits, and probabilities among these alone: gpt-oss) or "sigmoid_groups"
+            (each expert's own sigmoid; of groups of neighbouring experts those whose two best sum highest, and of
+            their experts the best: DeepSeek-V3).
         renormalize: divide the kept probabilities by their sum; "topk_softmax" sums to one already.
+        num_groups, top_groups: groups of experts, and how many of them a token chooses from; of "sigmoid_groups".
+        scale: factor on the weights.
 
     Returns:
         [..., E] fp32, zero where a token does not go.
@@ -50,14 +65,28 @@ def expert_affinities(logits: Tensor, *, top_k: int, rule: str, renormalize: boo
     if rule not in RULES:
         raise Unsupported(f"routing rule {rule!r} is not implemented", where="router", do=" or ".join(RULES))
     scores = logits.float()
-    if rule == "softmax_topk":
+    if rule == "sigmoid_groups":
+        scores = scores.sigmoid()
+        chosen = _best_of_groups(scores if correction is None else scores + correction, top_k, num_groups, top_groups)
+        kept = scores.gather(-1, chosen)
+        if renormalize:
+            kept = kept / (kept.sum(-1, keepdim=True) + 1e-20)
+    elif rule == "softmax_topk":
         kept, chosen = torch.topk(torch.softmax(scores, dim=-1), top_k, dim=-1)
         if renormalize:
             kept = kept / kept.sum(-1, keepdim=True)
     else:
         kept, chosen = torch.topk(scores, top_k, dim=-1)
         kept = torch.softmax(kept, dim=-1)
-    return torch.zeros_like(scores).scatter(-1, chosen, kept)
+    return torch.zeros_like(scores).scatter(-1, chosen, kept if scale == 1.0 else kept * scale)
+
+
+def _best_of_groups(scores: Tensor, top_k: int, num_groups: int, top_groups: int) -> Tensor:
+    """Return the experts [..., top_k] with the highest of `scores` [..., E] within the best groups."""
+    grouped = scores.unflatten(-1, (num_groups, -1))
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(top_groups, dim=-1).indices
+    open_to = torch.zeros_like(grouped[..., 0]).scatter(-1, best, 1.0) > 0
+    return torch.where(open_to[..., None], grouped, float("-inf")).flatten(-2).topk(top_k, dim=-1).indices
 
 
 def router(

@@ -53,6 +53,7 @@ class ModelEntry:
 
 _DENSE, _SPARSE = frozenset({"dense"}), frozenset({"moe"})
 _IN_TREE = (
+    ModelEntry("DeepseekV3ForCausalLM", "pilotage.models.deepseek_v3.factory:DeepseekV3ForCausalLM", _SPARSE),
     ModelEntry("Gemma2ForCausalLM", "pilotage.models.gemma2.factory:Gemma2ForCausalLM", _DENSE),
     ModelEntry("Gemma3ForCausalLM", "pilotage.models.gemma3.factory:Gemma3ForCausalLM", _DENSE),
     ModelEntry("GptOssForCausalLM", "pilotage.models.gpt_oss.factory:GptOssForCausalLM", _SPARSE),

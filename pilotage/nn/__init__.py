@@ -2,7 +2,7 @@
 
 from pilotage.nn.embedding import VocabDimShardedEmbedding
 from pilotage.nn.experts import Experts, Router
-from pilotage.nn.linear import ColumnParallelLinear, LMHead, RowParallelLinear
+from pilotage.nn.linear import ColumnParallelLinear, LMHead, ReplicatedLinear, RowParallelLinear
 from pilotage.nn.norm import RMSNorm
 from pilotage.nn.packing import gated_mlp, pack, project, unpack
 
@@ -11,6 +11,7 @@ __all__ = [
     "Experts",
     "LMHead",
     "RMSNorm",
+    "ReplicatedLinear",
     "Router",
     "RowParallelLinear",
     "VocabDimShardedEmbedding",

@@ -9,7 +9,13 @@ from torch import Tensor, nn
 
 import pilotage.functional as NF
 from pilotage.parallel import enter, get_tp_group, leave, per_rank
-from pilotage.weights import LazySlice, SafetensorsWeightLoader, set_weight_loader, sharding_weight_loader
+from pilotage.weights import (
+    LazySlice,
+    SafetensorsWeightLoader,
+    keep_dtype,
+    set_weight_loader,
+    sharding_weight_loader,
+)
 
 
 class Router(nn.Module):
@@ -19,15 +25,27 @@ class Router(nn.Module):
         hidden_size: D.
         num_experts: E.
         bias: whether there is one.
+        fp32: compute the logits in fp32, whatever the dtype of the rows and the weight (DeepSeek-V3).
+        correction: hold `e_score_correction_bias` [E], fp32, for the choice of experts.
     """
 
-    def __init__(self, hidden_size: int, num_experts: int, bias: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, num_experts: int, bias: bool = False, *, fp32: bool = False, correction: bool = False
+    ) -> None:
         super().__init__()
+        self.fp32 = fp32
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
+        if correction:
+            self.e_score_correction_bias = nn.Parameter(torch.empty(num_experts, dtype=torch.float32))
+            # Scores differ by less than half precision resolves.
+            keep_dtype(self.e_score_correction_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Score x [..., D] -> logits [..., E]."""
+        if self.fp32:
+            bias = None if self.bias is None else self.bias.float()
+            return NF.router_logits(x.float(), self.weight.float(), bias)
         return NF.router_logits(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:

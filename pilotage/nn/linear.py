@@ -85,6 +85,17 @@ class ColumnParallelLinear(nn.Module):
         return f"in={self.in_features}, out={self.out_features}, bias={self.bias is not None}, shards={self.num_shards}"
 
 
+class ReplicatedLinear(ColumnParallelLinear):
+    """A linear layer that is whole on every rank and computes the rows that the rank has, without communication."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias, num_shards=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project x [..., D] -> [..., out_features], the rows that came in."""
+        return self.local(x)
+
+
 class LMHead(ColumnParallelLinear):
     """The head: vocabulary divided over the ranks, logits whole on every rank."""
 

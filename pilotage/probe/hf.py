@@ -50,6 +50,7 @@ class HFTaps:
             (f"model.layers.{index}", layer) for index, layer in enumerate(self.decoder.layers)
         ]
         self.attentions: dict[nn.Module, str] = {}
+        self._latent: set[nn.Module] = set()
         self._routers: dict[nn.Module, str] = {}
         self._plain: dict[nn.Module, str] = {}
         for name, layer in self.layers:
@@ -74,8 +75,11 @@ class HFTaps:
                 continue
             if own == "experts":
                 inside += (f"{name}.",)
-            if hasattr(module, "o_proj") and (hasattr(module, "q_proj") or hasattr(module, "qkv_proj")):
+            latent = hasattr(module, "kv_b_proj")
+            if hasattr(module, "o_proj") and (latent or hasattr(module, "q_proj") or hasattr(module, "qkv_proj")):
                 self.attentions[module] = name
+                if latent:
+                    self._latent.add(module)
             if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Dropout) or own in _NO_SITE:
                 continue
             self._plain[module] = name
@@ -122,7 +126,7 @@ class HFTaps:
         for attention, name in self.attentions.items():
             for projection, site in _QKV.items():
                 module = getattr(attention, projection, None)
-                if isinstance(module, nn.Module):
+                if isinstance(module, nn.Module) and attention not in self._latent:
                     size = int(getattr(attention, "head_dim", 0))
                     hooks.append(module.register_forward_hook(self._projected(visit, f"{name}.{site}", size)))
         for router, name in self._routers.items():
@@ -252,7 +256,8 @@ class HFTaps:
             if name is None:
                 return run(module, query, key, value, *args, **kwargs)
             query = self._heads(visit, f"{name}.q_rope", query)
-            key = self._heads(visit, f"{name}.k_rope", key)
+            if module not in self._latent:  # whose cached row is no key, and its keys are never cached
+                key = self._heads(visit, f"{name}.k_rope", key)
             output, weights = run(module, query, key, value, *args, **kwargs)
             handed = visit(f"{name}.heads", output[0])
             return (output if handed is None else handed[None].contiguous()), weights

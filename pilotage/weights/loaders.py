@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pilotage.core.errors import WeightError
 
 _ATTRIBUTE = "pilotage_weight_loader"
+_KEEPS_DTYPE = "pilotage_keeps_dtype"
 
 
 class LazySlice(Protocol):
@@ -69,8 +70,20 @@ def has_weight_loader(param: nn.Parameter) -> bool:
     return hasattr(param, _ATTRIBUTE)
 
 
+def keep_dtype(param: nn.Parameter) -> None:
+    """Load `param` in the dtype that it was built with, whatever dtype the model is loaded in."""
+    setattr(param, _KEEPS_DTYPE, True)
+
+
+def keeps_dtype(param: nn.Parameter) -> bool:
+    """Whether `keep_dtype` was called for `param`."""
+    return bool(getattr(param, _KEEPS_DTYPE, False))
+
+
 def copy_weight_loader(source: nn.Parameter, target: nn.Parameter) -> None:
-    """Attach the loader of `source`, if it has one, to `target`."""
+    """Attach the loader of `source`, if it has one, to `target`; and that it keeps its dtype, if it does."""
+    if keeps_dtype(source):
+        keep_dtype(target)
     if has_weight_loader(source):
         set_weight_loader(target, getattr(source, _ATTRIBUTE))
 

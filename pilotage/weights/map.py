@@ -98,12 +98,13 @@ class WeightMap:
         drops = {name: f"repeats {source} (tied)" for name, source in copies.items()}
         moving = []
         for name in dict.fromkeys(names):
-            reasons = [rule.reason for rule in self.drops if match(rule.hf_pattern, name) is not None]
+            dropping = [rule for rule in self.drops if match(rule.hf_pattern, name) is not None]
             if name in copies:
                 continue
-            if reasons:
-                drops[name] = reasons[0]
-                if any(not isinstance(rule, Identity) for rule, _, _ in self._claims(name, "hf")):
+            if dropping:
+                drops[name] = dropping[0].reason
+                first = any(rule.first for rule in dropping)
+                if not first and any(not isinstance(rule, Identity) for rule, _, _ in self._claims(name, "hf")):
                     problems.append(Problem("double", name, "a rule uses it and another drops it"))
                 continue
             moving.append(name)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pilotage.core.errors import WeightError
 from pilotage.weights.lazy import LazyTensor
-from pilotage.weights.loaders import LazySlice, get_weight_loader
+from pilotage.weights.loaders import LazySlice, get_weight_loader, keeps_dtype
 
 # Narrower floats (fp8) are values only together with their scales, which a plain parameter does not have.
 _PLAIN_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -34,7 +34,7 @@ def read_shares(
         sources: the checkpoint slices of each parameter, for its loader.
         rank: what the loaders are asked for.
         device: where the tensors go.
-        dtype: of floating tensors; None means each parameter's own.
+        dtype: of floating tensors; None means each parameter's own, as does `keep_dtype`.
 
     Raises:
         WeightError: a shape or dtype that does not fit, naming parameter and checkpoint tensor.
@@ -64,7 +64,8 @@ def read_share(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Read one parameter's share; arguments and errors as for `read_shares`."""
-    wanted = parameter.dtype if dtype is None or not parameter.dtype.is_floating_point else dtype
+    own = dtype is None or not parameter.dtype.is_floating_point or keeps_dtype(parameter)
+    wanted = parameter.dtype if own or dtype is None else dtype
     for part in slices:
         problem = dtype_problem(wanted, part) if isinstance(part, LazyTensor) else None
         if problem is not None:

@@ -268,10 +268,17 @@ class Tie:
 
 @dataclass(frozen=True)
 class Drop:
-    """Checkpoint tensors that no parameter needs, and why."""
+    """Checkpoint tensors that no parameter needs, and why.
+
+    Args:
+        hf_pattern: their names.
+        reason: for the ledger.
+        first: they are dropped also where the pattern of another rule would take them.
+    """
 
     hf_pattern: str
     reason: str
+    first: bool = False
 
     def __post_init__(self) -> None:
         if not self.reason.strip():

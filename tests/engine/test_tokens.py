@@ -23,7 +23,9 @@ CONFIG = {"num_batched_tokens_buckets": [16, 64], "num_seqs_buckets": [1, 4]}
 MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistral", "mixtral")]
 
 
-@pytest.fixture(scope="module", params=["llama3", "gemma3", "qwen3", "qwen2", "qwen3_moe", "gpt_oss", *MORE])
+@pytest.fixture(
+    scope="module", params=["llama3", "gemma3", "qwen3", "qwen2", "qwen3_moe", "gpt_oss", "deepseek_v3", *MORE]
+)
 def served(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Iterator[tuple[Path, Any]]:
     path = tiny(request.param)
     with launch.engine(
@@ -93,7 +95,10 @@ def test_preemption(name: str, async_scheduling: bool, tiny: Callable[..., Path]
     [
         "llama3",
         "gemma3",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "qwen2", "qwen3_moe", "gpt_oss")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("qwen3", "qwen2", "qwen3_moe", "gpt_oss", "deepseek_v3")
+        ),
         *MORE,
     ],
 )

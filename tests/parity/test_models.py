@@ -73,7 +73,8 @@ def test_packed_projections_change_nothing(twin: Any) -> None:
     path, streams, _, model = twin
     separate = our_model(path)
     for layer in separate.model.layers:
-        for linear in (layer.self_attn.q_proj, getattr(layer.mlp, "gate_proj", None)):
+        # Latent attention has no projections that share an input and are divided.
+        for linear in (getattr(layer.self_attn, "q_proj", None), getattr(layer.mlp, "gate_proj", None)):
             if linear is not None:  # experts have none
                 assert linear.__dict__["packed"] is not None
                 unpack(linear)
@@ -141,6 +142,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss without scaled RoPE": (
         "gpt_oss",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 15e4}, "num_experts_per_tok": 4},
+    ),
+    "deepseek_v3, queries at once": ("deepseek_v3", {"q_lora_rank": None}),
+    "deepseek_v3 with biases, halves rotated, weights as they are": (
+        "deepseek_v3",
+        {"attention_bias": True, "rope_interleave": False, "norm_topk_prob": False},
+    ),
+    "deepseek_v3 without scaled RoPE, one group": (
+        "deepseek_v3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "n_group": 1, "topk_group": 1},
     ),
     "gemma3 with capped logits": ("gemma3", {"final_logit_softcapping": 3.0}),
     "gemma3, scaled RoPE in full layers": (
@@ -219,6 +229,21 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
     "head size as the scale": ("gemma3", {"query_pre_attn_scalar": 20}),
     "exact gelu": ("gemma3", {"hidden_activation": "gelu"}),
     "norm epsilon": ("qwen3", {"rms_norm_eps": 1e-5}),
+    "neighbouring channels as halves": ("deepseek_v3", {"rope_interleave": False}),
+    "YaRN's factor on the scores dropped": (
+        "deepseek_v3",
+        {
+            "rope_parameters": {
+                **{"rope_type": "yarn", "rope_theta": 2e4, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0},
+                **{"attention_factor": (0.1 * 2.0794415 + 1) / (0.07 * 2.0794415 + 1)},
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    "routing weights as they are": ("deepseek_v3", {"norm_topk_prob": False}),
+    "all groups of experts open": ("deepseek_v3", {"topk_group": 4}),
+    "factor of the routed experts": ("deepseek_v3", {"routed_scaling_factor": 1.0}),
+    "the model's norm epsilon in the latents' norms": ("deepseek_v3", {"rms_norm_eps": 1e-6}),
     "RoPE scaling dropped": ("llama3", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
 }
 

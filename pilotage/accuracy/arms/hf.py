@@ -308,12 +308,13 @@ def keys_values(model: Any, stream: Stream, *, chunk: int | None = None) -> list
     for start, stop in zip(starts, [*starts[1:], end], strict=True):
         # The decoder alone: the head is most of the work, and no part of the cache.
         model.get_decoder()(input_ids=torch.tensor([stream.tokens[start:stop]]), use_cache=True, past_key_values=cache)
-    return [
-        LayerKV(
-            layer=f"layers.{index}.self_attn",
-            first=0,
-            keys=layer.keys[0].transpose(0, 1).float(),
-            values=layer.values[0].transpose(0, 1).float(),
-        )
-        for index, layer in enumerate(cache.layers)
-    ]
+    # Of latent attention transformers keeps the latents as keys and the rotated channels as values; a page of ours
+    # holds both in one row, which attention reads as key and as value.
+    latent = getattr(model.config.get_text_config(), "kv_lora_rank", None) is not None
+    found = []
+    for index, layer in enumerate(cache.layers):
+        keys, values = (x[0].transpose(0, 1).float() for x in (layer.keys, layer.values))
+        if latent:
+            keys = values = torch.cat((keys, values), dim=-1)
+        found.append(LayerKV(layer=f"layers.{index}.self_attn", first=0, keys=keys, values=values))
+    return found

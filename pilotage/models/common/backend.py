@@ -80,7 +80,9 @@ def initialize_linear_module(
         return nn.Linear(in_features, out_features, bias=bias)
     if shard == "row":
         return pnn.RowParallelLinear(in_features, out_features, bias)
-    return pnn.ColumnParallelLinear(in_features, out_features, bias, num_shards=num_shards if shard else 1)
+    if shard is None:
+        return pnn.ReplicatedLinear(in_features, out_features, bias)
+    return pnn.ColumnParallelLinear(in_features, out_features, bias, num_shards=num_shards)
 
 
 def initialize_rms_norm_module(

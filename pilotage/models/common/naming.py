@@ -6,7 +6,7 @@ from pilotage.weights import Drop, Identity, Tie, WeightMap
 from pilotage.weights.rules import Rule
 
 
-def same_names(*others: Rule, tied: bool) -> WeightMap:
+def same_names(*others: Rule | Drop, tied: bool) -> WeightMap:
     """Map every tensor to the parameter of its own name.
 
     Args:

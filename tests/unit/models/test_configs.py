@@ -14,6 +14,7 @@ import torch
 from pilotage.core.errors import PilotageError, Unsupported
 from pilotage.models import registry
 from pilotage.models.common import BackendConfig
+from pilotage.models.deepseek_v3 import DeepseekV3Config
 from pilotage.models.gemma2 import Gemma2Config
 from pilotage.models.gemma3 import Gemma3Config, Gemma3ForCausalLM
 from pilotage.models.gpt_oss import GptOssConfig
@@ -35,6 +36,7 @@ CLASSES: dict[str, Any] = {
     "mixtral": MixtralConfig,
     "qwen3_moe": Qwen3MoeConfig,
     "gpt_oss": GptOssConfig,
+    "deepseek_v3": DeepseekV3Config,
 }
 
 
@@ -56,6 +58,9 @@ def raw(tiny: Tiny, name: str, **edits: Any) -> dict[str, Any]:
         ("qwen3", {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, r"layer_types.*chunked_attention"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"quantization_config: 'mxfp4'"),
         ("gpt_oss", {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, r"layer_types.*chunked_attention"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config: 'fp8'"),
+        ("deepseek_v3", {"n_group": 3}, r"n_group: 3 groups do not divide 8 experts"),
+        ("deepseek_v3", {"topk_group": 1}, r"topk_group: 1 of 4 groups do not hold the 3 experts of a token"),
         ("mixtral", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config: 'fp8'"),
         ("gemma2", {"use_bidirectional_attention": True}, r"use_bidirectional_attention: True is not implemented"),
         ("gemma3", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping: 50.0"),
@@ -135,8 +140,8 @@ def test_the_kv_spec_and_bad_pages(tiny: Tiny) -> None:
 def test_forward_refuses_what_it_does_not_do(tiny: Tiny) -> None:
     model = Gemma3ForCausalLM.from_configs(raw(tiny, "gemma3"))
     step = (torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32), {}, torch.zeros(1, dtype=torch.int64))
-    with pytest.raises(Unsupported, match="sampling_params"):
-        model(*step, sampling_params=torch.ones(1, 3))
+    with pytest.raises(Unsupported, match="spec_decode_metadata"):
+        model(*step, spec_decode_metadata=object())
     with pytest.raises(PilotageError, match="inputs_embeds and is_token_ids"):
         model(*step, inputs_embeds=torch.zeros(2, 60))
     with pytest.raises(PilotageError, match="rank 3"):

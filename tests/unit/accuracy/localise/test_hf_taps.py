@@ -15,7 +15,7 @@ from pilotage.probe.hf import HFTaps, TensorCaptureModel
 from pilotage.probe.replacement import TensorReplacer
 
 IDS = [5, 9, 200, 31, 77, 12, 4, 260, 41]
-NAMES = ("llama3", "gemma3", "qwen3_moe", "gpt_oss")
+NAMES = ("llama3", "gemma3", "qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
 def load(tiny: Callable[..., Path], name: str) -> object:
@@ -46,13 +46,18 @@ def test_recording_changes_nothing_and_names_follow_the_layer(name: str, tiny: C
     assert torch.equal(seen[layer], seen[f"{layer}.mid"] + seen[fed])
     attention = f"{layer}.self_attn"
     heads = model.config.num_attention_heads
-    assert seen[f"{attention}.q_rope"].shape == seen[f"{attention}.heads"].shape == (len(IDS), heads, 20)
-    assert seen[f"{attention}.k_rope"].shape == seen[f"{attention}.v"].shape == (len(IDS), 2, 20)
+    values = 14 if name == "deepseek_v3" else 20
+    assert seen[f"{attention}.q_rope"].shape == (len(IDS), heads, 20)
+    assert seen[f"{attention}.heads"].shape == (len(IDS), heads, values)
+    if name == "deepseek_v3":
+        assert f"{attention}.k_rope" not in seen  # what is cached is no key
+    else:
+        assert seen[f"{attention}.k_rope"].shape == seen[f"{attention}.v"].shape == (len(IDS), 2, 20)
     if name == "gemma3":
         assert torch.equal(seen[f"{attention}.q_norm"], model.model.layers[1].self_attn.q_norm(seen[f"{attention}.q"]))
-    if name in ("qwen3_moe", "gpt_oss"):
+    if name in ("qwen3_moe", "gpt_oss", "deepseek_v3"):
         gate = model.model.layers[1].mlp
-        gate = gate.gate if name == "qwen3_moe" else gate.router
+        gate = gate.router if name == "gpt_oss" else gate.gate
         expected = torch.nn.functional.linear(
             seen[f"{layer}.post_attention_layernorm"], gate.weight, getattr(gate, "bias", None)
         )

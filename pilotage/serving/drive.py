@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 FORCE_KEY = "pilotage_force"
+DRAFTS_KEY = "pilotage_drafts"
 # A schedule that makes no progress for so many steps never will.
 STALLED = 64
 
@@ -29,11 +30,13 @@ class Request:
         tokens: prompt and forced continuation, at least one token of each.
         prompt: how many of them are the prompt.
         arrives: step before which it is handed in.
+        drafts: what is drafted after each count of output tokens, where the engine speculates; empty: its own drafts.
     """
 
     tokens: tuple[int, ...]
     prompt: int
     arrives: int = 0
+    drafts: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +71,12 @@ class Schedule:
         """Build a schedule from what `to_json` returned, also after a trip through a JSON file."""
         known = dict(values)
         known["requests"] = tuple(
-            Request(tokens=tuple(item["tokens"]), prompt=item["prompt"], arrives=item["arrives"])
+            Request(
+                tokens=tuple(item["tokens"]),
+                prompt=item["prompt"],
+                arrives=item["arrives"],
+                drafts=tuple(tuple(ids) for ids in item.get("drafts", ())),
+            )
             for item in known["requests"]
         )
         for name in ("budgets", "preempt"):
@@ -80,10 +88,11 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Drove:
-    """What a run of a schedule came to: its steps, and how often a request was preempted."""
+    """What a run of a schedule came to: its steps, how often a request was preempted, and how much was drafted."""
 
     steps: int
     preempted: int
+    drafted: int = 0
 
 
 def drive(llm: LLM, schedule: Schedule) -> Drove:
@@ -101,7 +110,7 @@ def drive(llm: LLM, schedule: Schedule) -> Drove:
     pool = scheduler.kv_cache_manager.block_pool
     waiting = list(enumerate(schedule.requests))
     said: dict[str, list[int]] = {}
-    step = idle = preempted = 0
+    step = idle = preempted = drafted = 0
     seen: dict[str, int] = {}
     computed = -1
     try:
@@ -124,6 +133,7 @@ def drive(llm: LLM, schedule: Schedule) -> Drove:
                 if step == last:
                     pool.free_blocks(held)
                     held = []
+            drafted += sum(len(request.spec_token_ids) for request in scheduler.requests.values())
             outputs = engine.step()
             for output in outputs:
                 if output.finished:
@@ -149,7 +159,7 @@ def drive(llm: LLM, schedule: Schedule) -> Drove:
                 f"request {number} said {said.get(str(number), [])[:8]}..., not the forced {expected[:8]}...",
                 where=FORCE_KEY,
             )
-    return Drove(steps=step, preempted=preempted)
+    return Drove(steps=step, preempted=preempted, drafted=drafted)
 
 
 def _add(engine: Any, number: int, request: Request) -> None:
@@ -161,7 +171,7 @@ def _add(engine: Any, number: int, request: Request) -> None:
         max_tokens=len(forced),
         ignore_eos=True,
         detokenize=False,
-        extra_args={FORCE_KEY: forced},
+        extra_args={FORCE_KEY: forced, **({DRAFTS_KEY: request.drafts} if request.drafts else {})},
     )
     engine.add_request(str(number), {"prompt_token_ids": list(request.tokens[: request.prompt])}, params)
 

@@ -14,7 +14,8 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from pilotage.core.config import TargetConfig
 from pilotage.core.errors import BadInput, PilotageError, Unsupported
-from pilotage.serving import buckets, speculation, threads
+from pilotage.serving import buckets, device_sampling, speculation, threads
+from pilotage.serving.speculation import DRAFTS_KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -126,15 +127,27 @@ class PilotagePlatform(Platform):
             # Named prompts may have different references for tokens that they share.
             own = "" if prompt is None else prompt
             processed_inputs["cache_salt"] = f"{cls._salt}{own}-{processed_inputs.get('cache_salt') or ''}"
-        forced = extra.get(FORCE_KEY)
-        if forced is None:
+        cls._require_tokens(FORCE_KEY, extra.get(FORCE_KEY))
+        drafts = extra.get(DRAFTS_KEY)
+        if drafts is not None and not isinstance(drafts, list | tuple):
+            raise VLLMValidationError(
+                f"extra_args[{DRAFTS_KEY!r}] must be a list of lists of token ids, got {drafts!r}"
+            )
+        for ids in drafts or ():
+            cls._require_tokens(DRAFTS_KEY, ids)
+
+    @classmethod
+    def _require_tokens(cls, key: str, tokens: Any) -> None:
+        from vllm.exceptions import VLLMValidationError
+
+        if tokens is None:
             return
-        if not isinstance(forced, list | tuple) or not all(type(token) is int for token in forced):
-            raise VLLMValidationError(f"extra_args[{FORCE_KEY!r}] must be a list of token ids, got {forced!r}")
-        for token in forced:
+        if not isinstance(tokens, list | tuple) or not all(type(token) is int for token in tokens):
+            raise VLLMValidationError(f"extra_args[{key!r}] must be a list of token ids, got {tokens!r}")
+        for token in tokens:
             if token < 0 or (cls._vocab_size is not None and token >= cls._vocab_size):
                 raise VLLMValidationError(
-                    f"extra_args[{FORCE_KEY!r}]: {token} is not in the vocabulary of {cls._vocab_size} tokens"
+                    f"extra_args[{key!r}]: {token} is not in the vocabulary of {cls._vocab_size} tokens"
                 )
 
     @classmethod
@@ -227,32 +240,43 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
             "use kv_cache_dtype=auto",
         ),
         (vllm_config.kv_transfer_config is not None, "KV transfer", "remove kv_transfer_config"),
-        (model_config.enable_prompt_embeds, "prompt embeddings", "remove enable_prompt_embeds"),
     ]
     for refused, what, do in refusals:
         if refused:
             raise Unsupported(f"{what} is not implemented on this target", where="vLLM configuration", do=do)
     speculation.require_supported(vllm_config)
-    require_known_architecture(model_config.architectures, model_config.model)
+    device_sampling.require_supported(vllm_config, TargetConfig.from_additional_config(vllm_config.additional_config))
+    if not require_known_architecture(model_config.architectures, model_config.model):
+        from pilotage.serving.fallback.config import prepare
+
+        prepare(vllm_config)
 
 
-def require_known_architecture(architectures: list[str], model: str) -> None:
-    """Raise unless one of `architectures` has a model package, here or registered with vLLM by a plugin.
+def require_known_architecture(architectures: list[str], model: str) -> bool:
+    """Raise unless one of `architectures` has a model package or is a causal language model of transformers.
+
+    Returns:
+        Whether there is a package, here or registered with vLLM by a plugin; without one the fallback has to serve.
 
     Raises:
-        Unsupported: none has; the known ones are named.
+        Unsupported: neither; the known ones are named.
     """
     from pilotage.serving import loading
 
-    if loading.find_factory(architectures) is None:
-        from pilotage.models import registry
+    if loading.find_factory(architectures) is not None:
+        return True
+    from pilotage.models import registry
+    from pilotage.serving.fallback.config import find
 
+    if find(architectures) is None:
         known = ", ".join(sorted(registry.entries()))
         raise Unsupported(
-            f"no model package for architecture {', '.join(architectures)} (there are: {known})",
+            f"no model package for architecture {', '.join(architectures)} (there are: {known}), and transformers "
+            "generates no text with it alone, which the fallback needs",
             where=model,
             do="write one with `pilotage new`, or register one through the entry point group pilotage.models",
         )
+    return False
 
 
 def _set_batch_defaults() -> None:

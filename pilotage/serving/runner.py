@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput, SamplerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessors, build_logitsprocs
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
@@ -23,9 +23,12 @@ from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
 from pilotage.core.config import TargetConfig
+from pilotage.core.errors import Unsupported
 from pilotage.serving import batch, buckets, speculation
+from pilotage.serving.device_sampling import DeviceSampling
 from pilotage.serving.graphs import Graphs
 from pilotage.serving.observer import prove
+from pilotage.serving.platform import FORCE_KEY
 from pilotage.serving.probing import Probing
 from pilotage.serving.record import Recorder
 from pilotage.serving.requests import Requests
@@ -36,7 +39,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import SamplerOutput
 
     from pilotage.probe.plan import Taps
 
@@ -103,9 +105,24 @@ class ModelRunner:
             tokens_per_req=self.tokens_per_req,
         )
         self.graphs.taps = self.probing.taps
+        self.device_sampling = self._device_sampling()
         self.recorder: Recorder | None = None
         self._pending: tuple[SchedulerOutput, list[batch.Scheduled], Tensor, dict[str, Tensor]] | None = None
         self._drafts: DraftTokenIds | None = None
+
+    def _device_sampling(self) -> DeviceSampling | None:
+        stages = self.config.on_device_sampling_config
+        if stages is None:
+            return None
+        if not hasattr(self.model, "on_device_sampling"):
+            raise Unsupported(
+                "the model's forward does not sample",
+                where=type(self.model).__name__,
+                do="remove on_device_sampling_config",
+            )
+        sampling = DeviceSampling(stages, force_key=FORCE_KEY)
+        self.model.on_device_sampling = sampling.stages  # type: ignore[assignment]
+        return sampling
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         """Compute the logits of a step; None means that `sample_tokens` has the answer."""
@@ -114,6 +131,11 @@ class ModelRunner:
         if not scheduled:
             return EMPTY_MODEL_RUNNER_OUTPUT
         rows = self.requests.batch
+        device = self.device_sampling
+        unfinished: set[int] = set()
+        if device is not None:
+            device.begin(step.finished_req_ids)
+            unfinished = set(self.requests.unfinished_prefills(scheduled))
         # A row of logits for each draft of a request, and one for the token after them.
         counts = [1 + len(rows.spec_token_ids[row]) for row in range(rows.num_reqs)]
         logits: Tensor | None = None
@@ -137,9 +159,20 @@ class ModelRunner:
                 num_computed=rows.num_computed_tokens_cpu,
                 block_tables=[table.get_numpy_array() for table in rows.block_table.block_tables],
             )
+            if rows.req_prompt_embeds:
+                inputs.fill_embeds(
+                    forward,
+                    embeds=rows.req_prompt_embeds,
+                    is_token_ids=rows.is_token_ids,
+                    num_computed=rows.num_computed_tokens_cpu,
+                )
+            if device is not None:
+                device.fill(inputs, forward, rows, self.requests.states, unfinished)
             ids = [rows.req_ids[row] for row in forward.rows]
             self.probing.before(inputs, forward, ids, self.requests.states)
             all_logits, states = self.graphs.run(inputs)
+            if device is not None:
+                device.keep(inputs, forward, rows, unfinished)
             self.probing.after(inputs, forward, ids, self.requests.states)
             if self.recorder is not None:
                 computed = [int(rows.num_computed_tokens_cpu[row]) for row in forward.rows]
@@ -201,10 +234,7 @@ class ModelRunner:
         # prompt was cut into chunks.
         kept = {row: rows.generators[row].get_state() for row in unfinished if row in rows.generators}
         drafts = rows.spec_token_ids[: rows.num_reqs]
-        if any(drafts):
-            output = self._verify(logits, drafts)
-        else:
-            output = self.sampler(logits=logits, sampling_metadata=rows.sampling_metadata)
+        output = self._verify(logits, drafts) if any(drafts) else self._sample(logits, len(unfinished))
         for row, state in kept.items():
             rows.generators[row].set_state(state)
         tokens = self._agreed(output.sampled_token_ids)
@@ -228,10 +258,33 @@ class ModelRunner:
             prompt_logprobs_dict=dict(scores),
         )
 
+    def _sample(self, logits: Tensor, num_unfinished: int) -> SamplerOutput:
+        """Sample a token of each row, those that the graph has sampled excepted."""
+        rows = self.requests.batch
+        tokens = self.device_sampling.tokens if self.device_sampling is not None else {}
+        if not tokens:
+            return self.sampler(logits=logits, sampling_metadata=rows.sampling_metadata)
+        if len(tokens) + num_unfinished == rows.num_reqs and rows.sampling_metadata.max_num_logprobs is None:
+            found = [[tokens.get(row, 0)] for row in range(rows.num_reqs)]
+            return SamplerOutput(sampled_token_ids=torch.tensor(found, dtype=torch.int32), logprobs_tensors=None)
+        # The sampler scores all tokens and draws the others; it must not use up the random numbers of the graph's rows.
+        kept = {row: rows.generators[row].get_state() for row in tokens if row in rows.generators}
+        self._forced().sampled = tokens
+        try:
+            return self.sampler(logits=logits, sampling_metadata=rows.sampling_metadata)
+        finally:
+            self._forced().sampled = {}
+            for row, state in kept.items():
+                rows.generators[row].set_state(state)
+
+    def _forced(self) -> ForcedTokens:
+        processors = self.requests.batch.logitsprocs.non_argmax_invariant
+        return next(processor for processor in processors if isinstance(processor, ForcedTokens))
+
     def _verify(self, logits: Tensor, drafts: Sequence[Sequence[int]]) -> SamplerOutput:
         """Sample where some requests have drafts; -1 in the tokens stands after the last one of a request."""
         rows = self.requests.batch
-        forced = next(p for p in rows.logitsprocs.non_argmax_invariant if isinstance(p, ForcedTokens))
+        forced = self._forced()
         forced.force_drafts(logits, [1 + len(ids) for ids in drafts])
         forced.done_with_drafts = True
         try:
@@ -245,7 +298,12 @@ class ModelRunner:
             return
         rows = self.requests.batch
         wanted = [row for row, tokens in enumerate(sampled) if tokens]
-        self._drafts = DraftTokenIds(list(rows.req_ids), self.proposer.propose(rows, wanted))
+        drafts = self.proposer.propose(rows, wanted)
+        for row in wanted:
+            room = min(self.tokens_per_req - 1, rows.max_model_len - int(rows.num_tokens_no_spec[row]))
+            stated = speculation.named(self.requests.states[rows.req_ids[row]], room)
+            drafts[row] = drafts[row] if stated is None else stated
+        self._drafts = DraftTokenIds(list(rows.req_ids), drafts)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Hand out the drafts of the step before, once."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import planted_conditions
 import pytest
 from planted_conditions import FAULTS, Fault
 
@@ -112,3 +113,45 @@ def test_the_failing_condition_runs_again_from_its_json(sharp: Sharp, monkeypatc
     assert schedule == plan.schedule
     assert drive(sharp.llm, schedule).steps > 1
     assert result["how"]["engine"]["dtype"] == "float32"
+
+
+@pytest.fixture(scope="module")
+def drafting(tiny: Callable[..., Path]) -> Iterator[tuple[Bench, list[plans.Plan]]]:
+    path = tiny("gemma3")
+    which = benches.settings(path, benches.DRAFTING)
+    streams = benches.drawn(path, which.sizes)
+    wanted = benches.positions(streams, which.sizes, 320)
+    noise = noises.measure(path, "float32", as_streams(streams, wanted))
+    with launch.engine(path, **which.options) as llm:
+        yield Bench(llm, which, streams, wanted, noise), plans.speculations(streams)
+
+
+def test_drafts_change_nothing_on_a_clean_model(drafting: tuple[Bench, list[plans.Plan]]) -> None:
+    bench, conditions = drafting
+    results = {plan.name: bench.check(plan) for plan in conditions}
+    wrong = [(r.condition, r.reason, r.broke[:2]) for r in results.values() if r.status is not Status.PASS]
+    assert not wrong, wrong
+    # Everything that was accepted came in fewer steps than one a token.
+    stood = drive(bench.llm, next(plan for plan in conditions if "stand" in plan.name).schedule)
+    fell = drive(bench.llm, next(plan for plan in conditions if plan.name == "all drafts fall").schedule)
+    assert stood.drafted and fell.drafted > stood.drafted and stood.steps < fell.steps
+
+
+@pytest.mark.parametrize(
+    ("plant", "broken"),
+    [
+        (planted_conditions.positions_of_drafts_one_late, {"all drafts stand", "the last of three falls"}),
+        (planted_conditions.drafts_that_fell_stay_computed, {"all drafts fall", "the second of three falls"}),
+    ],
+    ids=["positions of drafts one late", "drafts that fell stay computed"],
+)
+def test_a_fault_of_drafts_is_found(
+    plant: planted_conditions.Plant,
+    broken: set[str],
+    drafting: tuple[Bench, list[plans.Plan]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench, conditions = drafting
+    plant(monkeypatch)
+    found = {plan.name: bench.check(plan).status for plan in conditions if plan.name in broken}
+    assert set(found.values()) == {Status.FAIL}, found

@@ -36,14 +36,15 @@ def command(*arguments: str, home: Path) -> tuple[int, Any, str]:
 def test_the_command_passes_a_clean_model_and_prints_json(tmp_path: Path) -> None:
     code, said, error = command(
         "tiny:llama3", "--engine", benches.SHARP, "--relation", plans.CHUNKS, "--relation", plans.HIT,
-        "--relation", plans.SPECULATION, "--json", home=tmp_path,
+        "--engine", benches.DRAFTING, "--relation", plans.SPECULATION, "--json", home=tmp_path,
     )  # fmt: skip
     assert code == 0, error
     found = json.loads(said)
     assert found["status"] == "pass"
     assert {row["relation"] for row in found["relations"]} == {plans.CHUNKS, plans.HIT, plans.SPECULATION}
-    (missing,) = [row for row in found["relations"] if row["status"] == "not_measured"]
-    assert missing["relation"] == plans.SPECULATION and not missing["counted"] and "speculative" in missing["reason"]
+    drafted = [row for row in found["relations"] if row["relation"] == plans.SPECULATION]
+    assert len(drafted) == 8 and all(row["status"] == "pass" and row["engine"] == benches.DRAFTING for row in drafted)
+    assert found["matrix"][plans.SPECULATION] == {benches.DRAFTING: "pass"}
     assert found["matrix"][plans.CHUNKS] == {benches.SHARP: "pass"}
     assert found["noise"]["float32"]["row_bound"] < 3e-5
     assert found["receipt"][benches.SHARP]["operators"]["segmented_attention"]

@@ -23,7 +23,8 @@ SERVED = "bfloat16, compiled"
 UNCOMPILED = "bfloat16, eager"
 RANKS = "float32, compiled, 2 ranks"
 SERVER = "bfloat16, compiled, vllm serve"
-ENGINES = (SHARP, RANKS, SERVED, UNCOMPILED, SERVER)
+DRAFTING = "float32, eager, drafts"
+ENGINES = (SHARP, DRAFTING, RANKS, SERVED, UNCOMPILED, SERVER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,11 @@ def settings(path: Path, name: str) -> Settings:
     longest = min(shared.shared(path)["max_model_len"], max([176, *(2 * window + 176 for window in windows)]))
     buckets = [size for size in (24, 72) if size < longest]
     ranks = name == RANKS
+    speculation: dict[str, Any] = {}
+    if name == DRAFTING:
+        # Requests name most of their drafts; where they do not, these are taken from the text.
+        ngram = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+        speculation["speculative_config"] = {**ngram, "num_speculative_tokens": plans.DRAFTS}
     sizes = Sizes(
         block=16,
         windows=windows,
@@ -93,6 +99,7 @@ def settings(path: Path, name: str) -> Settings:
                 "num_batched_tokens_buckets": list(sizes.token_buckets),
                 "num_seqs_buckets": list(sizes.seq_buckets),
             },
+            **speculation,
         },
     )
 
@@ -148,14 +155,16 @@ class Bench:
             names=self.streams.names,
             how=self.which.how(plan),
         )
-        missed = _missed(plan, found)
-        if missed is None or result.status is Status.FAIL:
+        why = missed(plan, found)
+        if why is None or result.status is Status.FAIL:
             return result
-        return unmeasured(plan.relation, self.which.name, plan.name, missed, how=self.which.how(plan))
+        return unmeasured(plan.relation, self.which.name, plan.name, why, how=self.which.how(plan))
 
 
-def _missed(plan: Plan, found: Rows) -> str | None:
+def missed(plan: Plan, found: Rows) -> str | None:
     """Say what a condition was to bring about and did not."""
+    if plan.relation == plans.SPECULATION and found.drove is not None and not found.drove.drafted:
+        return "nothing was drafted"
     if plan.relation == plans.PREEMPTION and found.drove is not None and not found.drove.preempted:
         return "nothing was preempted"
     if plan.relation == plans.HIT:

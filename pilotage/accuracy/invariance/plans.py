@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pilotage.serving.drive import Request, Schedule
 
 NEW_TOKENS = 6
+DRAFTS = 3  # tokens that are drafted at a time
 # More conditions of one kind than this cost minutes on a large model and find nothing more.
 MANY = 40
 FEW = 9
@@ -80,6 +81,10 @@ class Sizes:
         return sorted(length for length in found if 1 <= length <= self.longest)
 
 
+# Whether a draft is wrong, by the number of output tokens before it was drafted and its number among the drafts.
+Falls = Callable[[int, int], bool]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Streams:
     """The token streams of a run; `names` says what each is for.
@@ -110,12 +115,31 @@ class Streams:
         """The stream that shares its beginning with the first one."""
         return len(self.tokens) - 1
 
-    def request(self, stream: int, *, prompt: int | None = None, new: int | None = None, arrives: int = 0) -> Request:
+    def request(
+        self,
+        stream: int,
+        *,
+        prompt: int | None = None,
+        new: int | None = None,
+        arrives: int = 0,
+        drafts: Falls | None = None,
+    ) -> Request:
         """Return a request for a stream; by default with the reference's prompt and the whole continuation."""
         start = self.prompts[stream] if prompt is None else prompt
         tokens = self.tokens[stream]
         end = len(tokens) if new is None else min(len(tokens), start + new)
-        return Request(tokens=tokens[:end], prompt=start, arrives=arrives)
+        drafted: tuple[tuple[int, ...], ...] = ()
+        if drafts is not None:
+            # A wrong draft is a token of another stream: a real one, only not the right one here.
+            other = self.tokens[(stream + 1) % len(self.tokens)]
+            drafted = tuple(
+                tuple(
+                    next(id for id in other if id != token) if drafts(after, n) else token
+                    for n, token in enumerate(tokens[start + after : min(start + after + DRAFTS, end)])
+                )
+                for after in range(end - start)
+            )
+        return Request(tokens=tokens[:end], prompt=start, arrives=arrives, drafts=drafted)
 
 
 def stream_lengths(sizes: Sizes) -> dict[str, int]:
@@ -215,6 +239,48 @@ def conditions(sizes: Sizes, streams: Streams, *, thorough: bool = True) -> list
     plans += _preemptions(sizes, streams)
     plans.append(_prefilled(streams))
     plans.append(alone(streams, name="alone, later"))
+    return plans
+
+
+def speculations(streams: Streams) -> list[Plan]:
+    """Return the conditions of an engine that speculates, held against the reference of one that does not."""
+    ways: dict[str, Falls] = {
+        "all drafts stand": lambda after, n: False,
+        "all drafts fall": lambda after, n: True,
+        "the second of three falls": lambda after, n: n == 1,
+        "the last of three falls": lambda after, n: n == 2,
+        "drafts fall in turn": lambda after, n: n >= after % (DRAFTS + 1),
+    }
+    plans = []
+    for name, falls in ways.items():
+        chosen = tuple(streams.company)
+        requests = tuple(streams.request(s, arrives=i, drafts=falls) for i, s in enumerate(chosen))
+        plans.append(Plan(relation=SPECULATION, name=name, schedule=Schedule(requests=requests), streams=tuple(chosen)))
+    turns = ways["drafts fall in turn"]
+    requests = tuple(streams.request(s, drafts=turns) for s in streams.company)
+    plans.append(
+        Plan(
+            relation=SPECULATION,
+            name="drafts fall in turn, preempted at steps 2 and 4",
+            schedule=Schedule(requests=requests, preempt=(2, 4)),
+            streams=tuple(streams.company),
+        )
+    )
+    # What was written for drafts that fell lies in pages that the next request finds.
+    pair = (streams.request(0, drafts=ways["all drafts fall"]), streams.request(0, drafts=turns))
+    plans.append(
+        Plan(
+            relation=SPECULATION,
+            name="a prefix hit after drafts that fell",
+            schedule=Schedule(requests=pair, one_by_one=True),
+            streams=(0, 0),
+            inherits=(None, 0),
+        )
+    )
+    requests, order = _all(streams, streams.company)
+    plans.append(
+        Plan(relation=SPECULATION, name="drafts from the text", schedule=Schedule(requests=requests), streams=order)
+    )
     return plans
 
 

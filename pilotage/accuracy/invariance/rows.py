@@ -80,7 +80,17 @@ def run(llm: Any, plan: Plan, positions: Sequence[int]) -> Rows:
             drove = drive(llm, plan.schedule)
         finally:
             files = llm.collective_rpc("record_stop")[0]
-        return read(Path(directory), files, drove=drove)
+        return _without_drafts(read(Path(directory), files, drove=drove), plan)
+
+
+def _without_drafts(found: Rows, plan: Plan) -> Rows:
+    """Drop rows past the last token that was fed: only drafts that fell were ever computed there."""
+    ends = [len(request.tokens) - 1 for request in plan.schedule.requests]
+    return Rows(
+        logits={key: row for key, row in found.logits.items() if key[1] < ends[key[0]]},
+        ways={request: {p: w for p, w in ways.items() if p < ends[request]} for request, ways in found.ways.items()},
+        drove=found.drove,
+    )
 
 
 def read(

@@ -11,6 +11,7 @@ from pilotage.accuracy.arms.base import Stream
 from pilotage.accuracy.invariance import noise as noises
 from pilotage.accuracy.invariance import over_http, plans
 from pilotage.accuracy.invariance.bench import (
+    DRAFTING,
     ENGINES,
     RANKS,
     SERVED,
@@ -20,6 +21,7 @@ from pilotage.accuracy.invariance.bench import (
     Bench,
     Settings,
     drawn,
+    missed,
     positions,
     settings,
     unmeasured,
@@ -35,7 +37,12 @@ from pilotage.core.progress import track
 
 SMALL_HIDDEN = 256  # a model this narrow takes milliseconds a step and gets every edge
 # Engines whose requests are the same, so that their rows can be held against each other: engine -> (partner, relation).
-PARTNERS = {RANKS: (SHARP, plans.PARALLEL), UNCOMPILED: (SERVED, plans.COMPILED), SERVER: (SERVED, plans.SERVER)}
+PARTNERS = {
+    DRAFTING: (SHARP, plans.SPECULATION),
+    RANKS: (SHARP, plans.PARALLEL),
+    UNCOMPILED: (SERVED, plans.COMPILED),
+    SERVER: (SERVED, plans.SERVER),
+}
 
 
 def invariance(
@@ -100,9 +107,6 @@ class _Run:
             else:
                 self._engine(name, engines)
             self.seconds[name] = time.perf_counter() - start
-        if plans.SPECULATION in self.relations:
-            why = "this version of the engine has no speculative decoding"
-            self.results.append(unmeasured(plans.SPECULATION, SERVED, "draft tokens", why, counted=False))
         return Invariance(
             model=model,
             results=self.results,
@@ -139,15 +143,21 @@ class _Run:
             found = plans.conditions(which.sizes, streams, thorough=self.thorough and name == SHARP)
             if name == RANKS:
                 found = one_of_each(found)
-            if name == UNCOMPILED:
+            if name in (UNCOMPILED, DRAFTING):
                 found = []
             for plan in track([plan for plan in found if plan.relation in self.relations], name):
                 self.results.append(bench.check(plan))
             if name in PARTNERS:
                 partner, relation = PARTNERS[name]
-                together = plans.together(streams)
-                pairs = [(bench.plan, bench.reference), (together, bench.run(together))]
-                self.results += [self._across(self.benches[partner], bench, relation, *pair) for pair in pairs]
+                if name == DRAFTING:
+                    across = plans.speculations(streams)
+                else:
+                    self.results.append(
+                        self._across(self.benches[partner], bench, relation, bench.plan, bench.reference)
+                    )
+                    across = [plans.together(streams)]
+                for plan in track(across, name):
+                    self.results.append(self._across(self.benches[partner], bench, relation, plan, bench.run(plan)))
             if name == SERVED and SERVER in engines and plans.SERVER in self.relations:
                 self.offline_tokens = over_http.offline_tokens(llm)
             self.receipts[name] = llm.collective_rpc("receipt")[0]
@@ -164,8 +174,15 @@ class _Run:
         self, partner: Bench, bench: Bench, relation: str, plan: Plan, found: Rows, *, same_engine: bool = False
     ) -> Result:
         """Judge rows of one engine against the reference of another one."""
-        compared = differences(partner.reference, partner.plan.streams, found, plan.streams, same_engine=same_engine)
-        return judge(
+        compared = differences(
+            partner.reference,
+            partner.plan.streams,
+            found,
+            plan.streams,
+            inherits=plan.inherits,
+            same_engine=same_engine,
+        )
+        result = judge(
             compared,
             bench.noise,
             relation=relation,
@@ -174,6 +191,10 @@ class _Run:
             names=bench.streams.names,
             how=bench.which.how(plan),
         )
+        why = missed(plan, found)
+        if why is None or result.status is Status.FAIL:
+            return result
+        return unmeasured(relation, bench.which.name, plan.name, why, how=bench.which.how(plan))
 
     def _server(self) -> None:
         from pilotage.serving.launch import server

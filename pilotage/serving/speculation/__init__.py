@@ -8,7 +8,24 @@ computed again at the same positions, over the same slots of the cache.
 from __future__ import annotations
 
 from pilotage.serving.speculation.ngram import Ngram
-from pilotage.serving.speculation.proposer import Proposer, proposer, require_supported, tokens_per_req
+from pilotage.serving.speculation.proposer import (
+    DRAFTS_KEY,
+    Proposer,
+    named,
+    proposer,
+    require_supported,
+    tokens_per_req,
+)
 from pilotage.serving.speculation.rejection import metadata, register
 
-__all__ = ["Ngram", "Proposer", "metadata", "proposer", "register", "require_supported", "tokens_per_req"]
+__all__ = [
+    "DRAFTS_KEY",
+    "Ngram",
+    "Proposer",
+    "metadata",
+    "named",
+    "proposer",
+    "register",
+    "require_supported",
+    "tokens_per_req",
+]

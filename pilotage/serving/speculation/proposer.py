@@ -10,8 +10,9 @@ from pilotage.serving.speculation.ngram import Ngram
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu_input_batch import InputBatch
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
+DRAFTS_KEY = "pilotage_drafts"
 METHODS = ("ngram",)
 
 
@@ -20,6 +21,19 @@ class Proposer(Protocol):
 
     def propose(self, batch: InputBatch, rows: Sequence[int]) -> list[list[int]]:
         """Return drafts for every row of the batch; none for those that are not in `rows`."""
+
+
+def named(state: CachedRequestState, count: int) -> list[int] | None:
+    """Return the drafts that the request itself names for now, at most `count`; None where it names none at all.
+
+    `extra_args["pilotage_drafts"]` lists them by the number of output tokens so far. Whatever is drafted, the output
+    is distributed as without drafts: this is for tests of the verification, and for callers who know what comes next.
+    """
+    drafts = ((state.sampling_params.extra_args if state.sampling_params else None) or {}).get(DRAFTS_KEY)
+    if drafts is None:
+        return None
+    number = len(state.output_token_ids)
+    return list(drafts[number])[: max(count, 0)] if number < len(drafts) else []
 
 
 def tokens_per_req(vllm_config: VllmConfig) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 from pilotage.core.errors import ConfigError, Unsupported
 
 SECTIONS = ("pilotage", "neuron_config")
+SAMPLING_PARAMETERS = ("temperature", "top_k", "top_p")
 
 
 def _setting(default: Any, doc: str) -> Any:
@@ -57,8 +58,12 @@ class TargetConfig:
     embedding_dp_size: int = _reserved(1, "Data-parallel groups of the embedding.")
     lm_head_dp_size: int = _reserved(1, "Data-parallel groups of the LM head.")
     ep_degree: int = _reserved(1, "Ranks that share the experts of a layer.")
-    on_device_sampling_config: Mapping[str, Any] | None = _reserved(
-        None, "Sampling inside the graph. None: vLLM's sampler, on the CPU."
+    on_device_sampling_config: Mapping[str, Any] | None = _setting(
+        None,
+        'Sampling inside the graph: `{"temperature": BOOL, "top_k": BOOL, "top_p": BOOL}` says which parameters of a '
+        'request the graph applies (default: all of them), `{"all_greedy": true}` that it only takes the most likely '
+        "token. A request that needs anything else is sampled by vLLM's sampler. None: all requests are. "
+        "See docs/sampling.md.",
     )
     tensor_replacement: Mapping[str, Any] | None = _setting(
         None,
@@ -115,6 +120,8 @@ class TargetConfig:
             raise ConfigError(f"max_prefill_seqs={rows!r} is not a positive integer", where=where)
         if not isinstance(parsed.get("exact_taps", False), bool):
             raise ConfigError(f"exact_taps={parsed['exact_taps']!r} is neither true nor false", where=where)
+        if parsed.get("on_device_sampling_config") is not None:
+            parsed["on_device_sampling_config"] = _sampling(parsed["on_device_sampling_config"], where)
         for key, names in _SECTION_KEYS.items():
             if parsed.get(key) is not None:
                 parsed[key] = _section(key, parsed[key], names, where)
@@ -172,6 +179,32 @@ def _section(key: str, value: Any, known: tuple[str, ...], where: str) -> dict[s
     if "reference_captures_path" in found:
         found["tensors_path"] = found.pop("reference_captures_path")
     return found
+
+
+def _sampling(value: Any, where: str) -> dict[str, bool]:
+    """Check which parameters of a request the graph shall apply; returns one value each of `SAMPLING_PARAMETERS`."""
+    where = f"{where}.on_device_sampling_config"
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"expected an object with keys, got {type(value).__name__}", where=where)
+    known = ("all_greedy", *SAMPLING_PARAMETERS)
+    for name, item in value.items():
+        if name not in known:
+            raise _unknown_key(name, dict.fromkeys(known), where)
+        if not isinstance(item, bool):
+            raise ConfigError(
+                f"{name}={item!r} is neither true nor false",
+                where=where,
+                do="the values are each request's own; this says which of them the graph applies",
+            )
+    greedy = value.get("all_greedy", False)
+    chosen = {name: bool(value.get(name, not greedy)) for name in SAMPLING_PARAMETERS}
+    if greedy and any(chosen.values()):
+        raise ConfigError(
+            f"all_greedy and {next(name for name in chosen if chosen[name])} exclude each other", where=where
+        )
+    if not chosen["temperature"] and any(chosen.values()):
+        raise ConfigError("top_k and top_p are of no use without temperature", where=where)
+    return chosen
 
 
 def _is_positive_int(value: Any) -> bool:

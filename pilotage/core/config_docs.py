@@ -57,8 +57,8 @@ _DEFAULTS = """
 | KV cache | room for `max_num_seqs` requests of `max_model_len` tokens, plus a quarter | at most \
 `gpu_memory_utilization` of the memory that is free; `kv_cache_memory_bytes` sets it |
 
-Not on this target, and refused: speculative decoding, LoRA, pipeline, data and expert parallelism, quantised weights or
-caches, KV transfer, prompt embeddings.
+Not on this target, and refused: LoRA, pipeline, data and expert parallelism, quantised weights or
+caches, KV transfer.
 
 ## Environment variables
 """

@@ -35,6 +35,7 @@ from pilotage.functional.registry import (
     reset_receipt,
 )
 from pilotage.functional.rotary import RopeFrequencies, rope_frequencies, rope_table, rotary
+from pilotage.functional.sampling import sample_tokens
 
 __all__ = [
     "ACTIVATIONS",
@@ -70,6 +71,7 @@ __all__ = [
     "rotary",
     "router",
     "router_logits",
+    "sample_tokens",
     "segmented_attention",
     "softcap",
     "write_kv",

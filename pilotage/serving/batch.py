@@ -7,7 +7,7 @@ core/shapes.md, with R the rows of the block table (requests, padded).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -115,6 +115,12 @@ class StepInputs:
             decode graph with several tokens a request, where the drafts among them are verified.
         sampled: how many of `sampling_positions` are real.
         attn_metadata: the documented dictionary by layer name; its tensors are shared by the layers of a group.
+        sampling_params: [R, 3] fp32, top_k, top_p and temperature, zero where the graph samples for nobody; None where
+            it does not sample at all.
+        sampling_noise: [R] fp64, with `sampling_params`.
+        sampled_tokens: [R] int64, what the last run sampled; None where the graph does not sample.
+        inputs_embeds: [T, D], rows that take the place of embedded tokens; None where no request may bring its own.
+        is_token_ids: [T] bool, False for those rows; with `inputs_embeds`.
     """
 
     def __init__(
@@ -172,13 +178,30 @@ class StepInputs:
                 "token_to_req",
             )
         }
+        self.sampling_params: torch.Tensor | None = None
+        self.sampling_noise: torch.Tensor | None = None
+        self.sampled_tokens: torch.Tensor | None = None
+        self.inputs_embeds: torch.Tensor | None = None
+        self.is_token_ids: torch.Tensor | None = None
         self._slots_np = [slots.numpy() for slots in self.slot_mappings]
         self._tables_np = [table.numpy() for table in self.block_tables]
         self.clear()
 
+    def add_sampling(self) -> None:
+        """Have the graph sample."""
+        self.sampling_params = torch.zeros(self.num_rows, 3)
+        self.sampling_noise = torch.zeros(self.num_rows, dtype=torch.float64)
+
+    def add_embeds(self, width: int, dtype: torch.dtype) -> None:
+        """Let requests bring rows [*, width] in the place of tokens."""
+        self.inputs_embeds = torch.zeros(self.size, width, dtype=dtype)
+        self.is_token_ids = torch.ones(self.size, dtype=torch.bool)
+
     def tensors(self) -> list[torch.Tensor]:
-        """Return every tensor that `fill` writes."""
+        """Return every tensor that is written before a run."""
         own = [self.input_ids, self.positions, self.sampling_positions, self.query_start_loc, self.seq_lens]
+        some = (self.sampling_params, self.sampling_noise, self.inputs_embeds, self.is_token_ids)
+        own += [tensor for tensor in some if tensor is not None]
         return [*own, self.cached_seq_len, self.token_to_req, *self.slot_mappings, *self.block_tables]
 
     def clear(self) -> None:
@@ -190,6 +213,39 @@ class StepInputs:
             array.fill(0)
         for slots in self._slots_np:
             slots.fill(-1)
+        if self.sampling_params is not None:
+            self.sampling_params.zero_()
+        if self.is_token_ids is not None:
+            self.is_token_ids.fill_(True)
+
+    def fill_embeds(
+        self,
+        forward: Forward,
+        *,
+        embeds: Mapping[int, torch.Tensor],
+        is_token_ids: npt.NDArray[np.bool_],
+        num_computed: npt.NDArray[np.int32],
+    ) -> None:
+        """Write the rows that requests brought themselves, after `fill`.
+
+        Args:
+            forward: as for `fill`.
+            embeds: row of the input batch -> [prompt, D].
+            is_token_ids: [max requests, max length], False where a position has such a row.
+            num_computed: as for `fill`.
+        """
+        if self.inputs_embeds is None or self.is_token_ids is None:
+            return
+        first = 0
+        for row, count in zip(forward.rows, forward.num_tokens, strict=True):
+            if row in embeds:
+                start = int(num_computed[row])
+                rows = embeds[row][start : start + count]
+                self.inputs_embeds[first : first + len(rows)] = rows
+                self.is_token_ids[first : first + len(rows)] = torch.from_numpy(
+                    is_token_ids[row, start : start + len(rows)]
+                )
+            first += count
 
     def fill(
         self,

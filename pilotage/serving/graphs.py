@@ -85,6 +85,13 @@ class Graphs:
                 groups=groups,
                 decode_token_threshold=tokens_per_req,
             )
+        model_config = vllm_config.model_config
+        target = TargetConfig.from_additional_config(vllm_config.additional_config)
+        for inputs in self.inputs.values():
+            if target.on_device_sampling_config is not None:
+                inputs.add_sampling()
+            if model_config.enable_prompt_embeds:
+                inputs.add_embeds(model_config.get_hidden_size(), model_config.dtype)
         self.tokens_per_req = tokens_per_req
         self.compiled: dict[tuple[str, Key], Callable[..., tuple[Tensor, Tensor]]] = {}
         self.taps: Taps | None = None
@@ -174,6 +181,7 @@ class Graphs:
             "groups": [dataclasses.asdict(group) for group in groups],
             **({"tokens_per_req": self.tokens_per_req} if self.tokens_per_req > 1 else {}),
             "prefill_rows": [rows[name] for name in rows if name.startswith("prefill")][:1],
+            **({"prompt_embeds": True} if self.vllm_config.model_config.enable_prompt_embeds else {}),
             "options": self._options,
             "kernels": functional.load_kernels(),  # a stored graph calls them
         }
@@ -252,7 +260,12 @@ class Graphs:
             self.taps = taps
 
     def _arguments(self, inputs: StepInputs) -> dict[str, Any]:
-        return {
+        given: dict[str, Any] = {}
+        if inputs.sampling_params is not None:
+            given |= {"sampling_params": inputs.sampling_params, "sampling_noise": inputs.sampling_noise}
+        if inputs.inputs_embeds is not None:
+            given |= {"inputs_embeds": inputs.inputs_embeds, "is_token_ids": inputs.is_token_ids}
+        return given | {
             "input_ids": inputs.input_ids,
             "positions": inputs.positions,
             "attn_metadata": inputs.attn_metadata,
@@ -266,7 +279,8 @@ class Graphs:
         """Run the graph of `inputs` on what they hold now.
 
         Returns:
-            Logits [R, V] of the sampling positions and hidden states [T, D] after the final norm.
+            Logits [R, V] of the sampling positions and hidden states [T, D] after the final norm. What the graph
+            sampled is in `inputs.sampled_tokens`.
         """
         key = (inputs.kind, inputs.bucket)
         forward = self.model if self.eager else self.compiled.get((self._variant(), key))
@@ -278,7 +292,9 @@ class Graphs:
                 tensor.copy_(value)
             forward = self.compiled[self._variant(), key]
         with self._tapped(inputs, hooks=self.eager):
-            return forward(**self._arguments(inputs))
+            *tokens, logits, hidden = forward(**self._arguments(inputs))
+        inputs.sampled_tokens = tokens[0] if tokens else None
+        return logits, hidden
 
     def receipt(self) -> dict[str, Any]:
         """Return which implementation of each operator is in the graphs, and ran outside of them."""

@@ -81,6 +81,8 @@ class Requests:
             num_computed_tokens=data.num_computed_tokens,
             output_token_ids=[],
             lora_request=None,
+            prompt_embeds=data.prompt_embeds,
+            prompt_is_token_ids=data.prompt_is_token_ids,
         )
         self.states[data.req_id] = state
         self.prompt_scores.add(data.req_id, params.prompt_logprobs)

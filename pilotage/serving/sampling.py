@@ -31,6 +31,7 @@ class ForcedTokens(LogitsProcessor):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self.vocab_size = vllm_config.model_config.get_vocab_size()
         self.forced: dict[int, tuple[list[int], list[int]]] = {}  # row -> (forced, output so far)
+        self.sampled: dict[int, int] = {}  # row -> the token that the graph has sampled for it
         # With drafts, a request has logits for several of its next tokens; then `force_drafts` has done it.
         self.done_with_drafts = False
 
@@ -49,6 +50,8 @@ class ForcedTokens(LogitsProcessor):
         if not self.done_with_drafts:
             for row, (forced, output) in self.forced.items():
                 self._force(logits[row], forced, len(output))
+            for row, token in self.sampled.items():
+                self._force(logits[row], [token], 0)
         return logits
 
     def force_drafts(self, logits: Tensor, counts: Sequence[int]) -> None:

@@ -54,7 +54,6 @@ def test_unknown_architecture(tiny: Callable[..., Path], tmp_path: Path) -> None
     ("option", "value", "said"),
     [
         ("kv_cache_dtype", "fp8", "kv_cache_dtype='fp8' is not implemented"),
-        ("enable_prompt_embeds", True, "prompt embeddings is not implemented"),
         (
             "speculative_config",
             {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 2},

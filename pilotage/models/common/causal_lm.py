@@ -35,6 +35,8 @@ class CausalLM(nn.Module):
     weight_map: ClassVar[Any]
     model: Any
     lm_head: Any
+    # Which parameters of a request the graph applies where it samples; see `core.config.TargetConfig`.
+    on_device_sampling: frozenset[str] = frozenset({"temperature", "top_k", "top_p"})
 
     def __init__(self, config: Any, backend: BackendConfig | None = None) -> None:
         super().__init__()
@@ -67,7 +69,8 @@ class CausalLM(nn.Module):
         inputs_embeds: Tensor | None = None,
         is_token_ids: Tensor | None = None,
         return_hidden: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        sampling_noise: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
         """Compute logits of the sampled rows for a step of flat tokens.
 
         Args:
@@ -75,23 +78,26 @@ class CausalLM(nn.Module):
             positions: [T] int32.
             attn_metadata: see `PagedContext`.
             sampling_positions: [num_reqs] rows of T that need logits.
-            sampling_params: None; sampling happens outside the graph.
+            sampling_params: [num_reqs, 3] fp32, top_k, top_p and temperature; the graph then samples. None: it does
+                not.
             spec_decode_metadata: None; rows to verify are given by `sampling_positions`.
             logit_mask: [num_reqs, V] bool, False for tokens that may not be sampled; None for no mask.
             rank: the caller's rank; checked against the group's where it is a number.
             inputs_embeds: [T, D], used where `is_token_ids` is False.
             is_token_ids: [T] bool; given with `inputs_embeds`.
             return_hidden: give the hidden rows as well.
+            sampling_noise: [num_reqs] fp64 in [0, 1), for `sampling_params`; drawn in the graph where it is None.
 
         Returns:
-            logits [num_reqs, V] in the model's dtype, whole on every rank; with `return_hidden` also the hidden states
-            [T, D] after the final norm.
+            logits [num_reqs, V] in the model's dtype, whole on every rank; with `sampling_params` the sampled tokens
+            [num_reqs] int64 before them; with `return_hidden` the hidden states [T, D] after the final norm behind
+            them.
 
         Raises:
-            Unsupported: `sampling_params` or `spec_decode_metadata` is given.
+            Unsupported: `spec_decode_metadata` is given.
             ConfigError: one of `inputs_embeds` and `is_token_ids` without the other, or another process's rank.
         """
-        self._check_arguments(sampling_params, spec_decode_metadata, rank, inputs_embeds, is_token_ids)
+        self._check_arguments(spec_decode_metadata, rank, inputs_embeds, is_token_ids)
         context = attn_metadata
         if not isinstance(context, PagedContext):
             context = PagedContext(context, positions=positions)
@@ -103,7 +109,18 @@ class CausalLM(nn.Module):
         logits = self.compute_logits(hidden[sampling_positions])
         if logit_mask is not None:
             logits = logits.masked_fill(~logit_mask, float("-inf"))
-        return (logits, hidden) if return_hidden else logits
+        found: tuple[Tensor, ...] = (logits, hidden) if return_hidden else (logits,)
+        if sampling_params is not None:
+            found = (self._sample(logits, sampling_params, sampling_noise), *found)
+        return found if len(found) > 1 else logits
+
+    def _sample(self, logits: Tensor, sampling_params: Tensor, noise: Tensor | None) -> Tensor:
+        stages = self.on_device_sampling
+        if "temperature" not in stages:
+            return logits.float().argmax(-1)
+        if noise is None:
+            noise = torch.rand(logits.shape[0], dtype=torch.float64, device=logits.device)
+        return NF.sample_tokens(logits, sampling_params, noise, top_k="top_k" in stages, top_p="top_p" in stages)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embed input_ids [T] -> [T, D]."""
@@ -200,12 +217,11 @@ class CausalLM(nn.Module):
         return not context.decodes(self.attention_layers()[0].layer_name)
 
     @staticmethod
-    def _check_arguments(
-        sampling_params: Any, spec_decode_metadata: Any, rank: Any, inputs_embeds: Any, is_token_ids: Any
-    ) -> None:
-        for name, value in (("sampling_params", sampling_params), ("spec_decode_metadata", spec_decode_metadata)):
-            if value is not None:
-                raise Unsupported(f"{name} inside the graph is not implemented", where="forward", do="pass None")
+    def _check_arguments(spec_decode_metadata: Any, rank: Any, inputs_embeds: Any, is_token_ids: Any) -> None:
+        if spec_decode_metadata is not None:
+            raise Unsupported(
+                "spec_decode_metadata inside the graph is not implemented", where="forward", do="pass None"
+            )
         if (inputs_embeds is None) != (is_token_ids is None):
             raise ConfigError("inputs_embeds and is_token_ids go together", where="forward")
         if isinstance(rank, int) and rank != get_tp_group().rank:

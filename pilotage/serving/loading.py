@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pilotage.core.config import TargetConfig
-from pilotage.core.errors import BadInput, Unsupported
+from pilotage.core.errors import BadInput
+from pilotage.serving import memory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,17 +56,25 @@ def load_model(vllm_config: VllmConfig) -> tuple[torch.nn.Module, Any]:
     """Build the model on the meta device and load this rank's weights.
 
     Returns:
-        The model, and the ledger that says which checkpoint tensor went where.
+        The model, and the ledger that says which checkpoint tensor went where; None for the fallback, where
+        transformers loads.
 
     Raises:
-        Unsupported: no model package serves this architecture.
+        Unsupported: no model package serves this architecture, nor does the fallback.
         BadInput: the checkpoint directory does not exist.
         WeightError: the checkpoint does not match the model.
     """
     model_config = vllm_config.model_config
     factory = find_factory(model_config.architectures)
     if factory is None:
-        raise Unsupported(f"no model package for architecture {model_config.architectures}", where=model_config.model)
+        from pilotage.serving.fallback import load as fallback
+
+        return fallback.load(
+            checkpoint(model_config.model),
+            dtype=model_config.dtype,
+            max_model_len=model_config.max_model_len,
+            free_bytes=memory.free_bytes(),
+        ), None
     target = TargetConfig.from_additional_config(vllm_config.additional_config)
     with _built_as(model_config.dtype):
         model = factory.from_configs(model_config.hf_config, target)

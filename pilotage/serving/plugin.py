@@ -38,3 +38,6 @@ def register_models() -> None:
             logging.getLogger("vllm.pilotage").warning(
                 "model %s from %s cannot be used: %s: %s", architecture, entry.origin, type(error).__name__, error
             )
+    from pilotage.serving.fallback.config import register_with_vllm
+
+    register_with_vllm()

@@ -1,0 +1,193 @@
+"""Before it serves, a fallback proves itself: packed, padded, chunked and decoded on pages against its own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pilotage.core.errors import Unsupported
+from pilotage.models.common.paging import PagedSession
+from pilotage.serving.fallback import attention
+from pilotage.serving.fallback.model import WRITE, FallbackForCausalLM
+
+_SIZES = (29, 17)  # tokens of the two probes, if no window of the model is longer
+_LONGEST = 96  # a window that is longer than this is known from its mask's function alone
+_PAGE = 4
+# Largest relative L2 difference of a row of logits: rounding, and what it grows to through some layers.
+BOUNDS = {torch.float32: 2e-3, torch.bfloat16: 0.08, torch.float16: 0.02}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What the check measured.
+
+    Attributes:
+        dtype: in which it was computed.
+        bound: largest relative L2 difference of a row that passes.
+        worst: by way of serving, the largest difference seen.
+        rows: rows of logits compared.
+    """
+
+    dtype: str
+    bound: float
+    worst: dict[str, float]
+    rows: int
+
+
+def prove(model: FallbackForCausalLM, *, max_model_len: int, free_bytes: int = 0) -> Proof:
+    """Compare the model on pages with Hugging Face's own forward of the same weights.
+
+    Args:
+        model: what will serve.
+        max_model_len: no probe is longer.
+        free_bytes: memory to spare; with enough of it, weights in half precision are widened for the check, which
+            then tells rounding from a fault.
+
+    Raises:
+        Unsupported: it does not compute what its own forward does; says in which way of serving it first differed.
+    """
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    if free_bytes > 3 * size and model.get_kv_spec().layers[0].dtype != torch.float32:
+        with _widened(model):
+            return _prove(model, max_model_len)
+    return _prove(model, max_model_len)
+
+
+def _prove(model: FallbackForCausalLM, max_model_len: int) -> Proof:
+    dtype = model.get_kv_spec().layers[0].dtype
+    bound = BOUNDS[dtype]
+    windows = [layer.window for layer in model.layers if layer.window is not None]
+    longest = max([_SIZES[0], *(w + 9 for w in windows if w <= _LONGEST)])
+    sizes = [min(size, max_model_len - 1) for size in (longest, _SIZES[1])]
+    generator = torch.Generator().manual_seed(11)
+    vocabulary = model.hf.get_input_embeddings().weight.shape[0]
+    first = min(10, vocabulary - 2)
+    prompts = [torch.randint(first, vocabulary, (size + 1,), generator=generator).tolist() for size in sizes]
+    expected = [_own_forward(model, prompt) for prompt in prompts]
+    worst: dict[str, float] = {}
+    rows = 0
+    for way, run in (("alone", _alone), ("packed", _packed), ("in chunks", _chunked)):
+        try:
+            found = run(model, prompts)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise Unsupported(
+                f"{_WHY[way]} ({type(error).__name__}: {str(error).splitlines()[0]})", where=_name(model), do=WRITE
+            ) from error
+        worst[way] = max(_distance(a, b) for a, b in zip(found, expected, strict=True))
+        rows += sum(len(one) for one in found)
+        if not worst[way] <= bound:
+            raise Unsupported(
+                f"{_WHY[way]} (its logits {way} are {worst[way]:.2g} from its own forward's, relative L2; the bound is "
+                f"{bound:g})",
+                where=_name(model),
+                do=WRITE,
+            )
+    _check_head(model, prompts[0], expected[0], bound)
+    return Proof(dtype=str(dtype).removeprefix("torch."), bound=bound, worst=worst, rows=rows)
+
+
+_WHY = {
+    "alone": "what it computes depends on more than the attention interface hands over",
+    "packed": "requests of one batch influence each other, or positions are not taken as given",
+    "in chunks": "it remembers more than keys and values between steps",
+}
+
+
+def _name(model: FallbackForCausalLM) -> str:
+    return type(model.hf).__name__
+
+
+def _own_forward(model: FallbackForCausalLM, prompt: list[int]) -> Tensor:
+    attention.use(model.hf, "eager")
+    try:
+        with torch.no_grad():
+            return model.hf(input_ids=torch.tensor([prompt]), use_cache=False, return_dict=True).logits[0].float()
+    except Exception as error:
+        raise Unsupported(
+            f"its own forward fails ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})",
+            where=_name(model),
+            do=WRITE,
+        ) from error
+    finally:
+        attention.use(model.hf, attention.PAGED)
+
+
+def _alone(model: FallbackForCausalLM, prompts: list[list[int]]) -> list[Tensor]:
+    session = _session(model, prompts)
+    return [session.step({i: prompt}, fresh=True)[i].float() for i, prompt in enumerate(prompts)]
+
+
+def _packed(model: FallbackForCausalLM, prompts: list[list[int]]) -> list[Tensor]:
+    session = _session(model, prompts)
+    total = sum(map(len, prompts))
+    out = session.step(dict(enumerate(prompts)), bucket=total + 5)
+    return [out[i].float() for i in range(len(prompts))]
+
+
+def _chunked(model: FallbackForCausalLM, prompts: list[list[int]]) -> list[Tensor]:
+    session = _session(model, prompts)
+    rows: list[list[Tensor]] = [[] for _ in prompts]
+    cuts = [(0, len(p) // 2, len(p) - 1) for p in prompts]
+    for start, end in ((0, 1), (1, 2)):
+        new = {i: p[cuts[i][start] : cuts[i][end]] for i, p in enumerate(prompts)}
+        for i, out in session.step(new, bucket=sum(map(len, new.values())) + 3).items():
+            rows[i].append(out.float())
+    for i, out in session.step({i: p[-1:] for i, p in enumerate(prompts)}, decode=True).items():
+        rows[i].append(out.float())
+    return [torch.cat(one) for one in rows]
+
+
+def _session(model: FallbackForCausalLM, prompts: list[list[int]]) -> PagedSession:
+    return PagedSession(model=model, num_requests=len(prompts), max_tokens=max(map(len, prompts)), block_size=_PAGE)
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """Largest relative L2 difference of a row; NaN counts as infinite. Forbidden tokens (-inf) must be the same."""
+    kept = torch.isfinite(expected)
+    if not bool(torch.equal(kept, torch.isfinite(found))):
+        return float("inf")
+    a, b = torch.where(kept, found, 0.0), torch.where(kept, expected, 0.0)
+    return float(((a - b).norm(dim=-1) / b.norm(dim=-1).clamp(min=1e-12)).max())
+
+
+def _check_head(model: FallbackForCausalLM, prompt: list[int], expected: Tensor, bound: float) -> None:
+    session = _session(model, [prompt])
+    metadata: dict[str, Any] = {}
+
+    def call(ids: Tensor, positions: Tensor, context: Any, sampled: Tensor) -> Tensor:
+        logits, metadata["hidden"] = model(ids, positions, context, sampled, return_hidden=True)
+        return logits
+
+    session.call = call
+    session.step({0: prompt}, fresh=True)
+    distance = _distance(model.compute_logits(metadata["hidden"]).float(), expected)
+    if not distance <= bound:
+        raise Unsupported(
+            f"its head cannot be run apart from its backbone (logits {distance:.2g} from its own forward's)",
+            where=_name(model),
+            do=WRITE,
+        )
+
+
+@contextmanager
+def _widened(model: FallbackForCausalLM) -> Iterator[None]:
+    """Compute in fp32 inside the block; the tensors themselves come back afterwards, untouched."""
+    kept = [
+        (tensor, tensor.data)
+        for tensor in (*model.parameters(), *model.buffers())
+        if tensor.dtype in (torch.bfloat16, torch.float16)
+    ]
+    for tensor, data in kept:
+        tensor.data = data.float()
+    dtype, model.hf.config.dtype = model.hf.config.dtype, torch.float32
+    try:
+        yield
+    finally:
+        model.hf.config.dtype = dtype
+        for tensor, data in kept:
+            tensor.data = data

@@ -1,0 +1,76 @@
+"""From a checkpoint of any causal language model of transformers to a proven fallback."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pilotage.core.errors import Unsupported, WeightError
+from pilotage.serving.fallback.check import Proof, prove
+from pilotage.serving.fallback.model import WRITE, FallbackForCausalLM, require_length
+
+_LOG = logging.getLogger("vllm.pilotage")
+
+
+def load(checkpoint: Path, *, dtype: torch.dtype, max_model_len: int, free_bytes: int = 0) -> FallbackForCausalLM:
+    """Load a checkpoint and prove that it can be served on pages.
+
+    Args:
+        checkpoint: its directory.
+        dtype: serving dtype.
+        max_model_len: longest request.
+        free_bytes: memory to spare for the proof, see `check.prove`.
+
+    Returns:
+        The model, with its `proof`.
+
+    Raises:
+        Unsupported: it cannot be served this way; says why.
+        WeightError: the checkpoint lacks tensors of the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        hf, info = AutoModelForCausalLM.from_pretrained(
+            checkpoint,
+            dtype=dtype,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            output_loading_info=True,
+        )
+    except (ValueError, TypeError, KeyError, ImportError, NotImplementedError) as error:
+        raise Unsupported(
+            f"transformers does not load it ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})",
+            where=str(checkpoint),
+            do=WRITE,
+        ) from error
+    absent = sorted(map(str, info["missing_keys"] or ())) + sorted(map(str, info["mismatched_keys"] or ()))
+    if absent:
+        raise WeightError(
+            f"{len(absent)} tensors of the model are missing or misshapen: {', '.join(absent[:5])}",
+            where=str(checkpoint),
+            do="repair the checkpoint",
+        )
+    return serve(hf, max_model_len=max_model_len, free_bytes=free_bytes)
+
+
+def serve(hf: Any, *, max_model_len: int, free_bytes: int = 0) -> FallbackForCausalLM:
+    """Make a loaded model of transformers servable and prove it; see `load`."""
+    name = type(hf).__name__
+    hf.eval().requires_grad_(False)
+    require_length(hf.config, max_model_len, name)
+    model = FallbackForCausalLM(hf)
+    proof: Proof = prove(model, max_model_len=max_model_len, free_bytes=free_bytes)
+    model.proof = proof
+    _LOG.warning(
+        "%s has no model package: served by the day-zero fallback on Hugging Face's modules, slow but right; its "
+        "logits were compared with Hugging Face's own forward on %d rows in %s, worst relative difference %.2g",
+        name,
+        proof.rows,
+        proof.dtype,
+        max(proof.worst.values()),
+    )
+    return model

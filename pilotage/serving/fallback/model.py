@@ -1,0 +1,229 @@
+"""Hugging Face's own modules behind the runner's contract."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pilotage.core.errors import ConfigError, Unsupported
+from pilotage.models.common.context import PagedContext
+from pilotage.models.common.kv import KVSpec, LayerSpec
+from pilotage.serving.fallback import attention
+
+_PROBE_TOKENS = 7
+WRITE = "write a model package (`pilotage new`)"
+# Kinds of layers that remember more than keys and values.
+_RECURRENT = ("mamba", "linear", "conv", "recurrent", "rwkv", "ssm", "lightning")
+
+
+class FallbackForCausalLM(nn.Module):
+    """A causal language model of transformers, served for flat tokens on paged attention.
+
+    Attributes:
+        hf: Hugging Face's model, unchanged but for its attention function.
+        fallback: true; says to whoever holds the model that it is no model package.
+    """
+
+    fallback = True
+
+    def __init__(self, hf: Any = None, *, vllm_config: Any = None, prefix: str = "") -> None:
+        """Learn from one forward what the layers ask of the cache.
+
+        Args:
+            hf: the model, loaded.
+            vllm_config, prefix: for the signature that vLLM's registry asks for; our worker does not use them.
+
+        Raises:
+            Unsupported: the model cannot be served this way; says why.
+        """
+        super().__init__()
+        if hf is None:
+            raise Unsupported("the fallback is built by the worker", where="FallbackForCausalLM")
+        self.hf = hf
+        self.step = attention.Step()
+        self.config = hf.config
+        self._takes = _arguments(hf)
+        self.layers = self._learn()
+
+    def _learn(self) -> list[attention.Layer]:
+        name = type(self.hf).__name__
+        _require_decoder(self.hf.config, name)
+        attention.use(self.hf, attention.LEARN)
+        ids = torch.arange(3, 3 + _PROBE_TOKENS)
+        with attention.learning() as notes:
+            try:
+                self._hidden_and_logits(ids, torch.arange(_PROBE_TOKENS), None)
+            except Unsupported:
+                raise
+            except Exception as error:
+                first = str(error).splitlines()[0] if str(error) else ""
+                raise Unsupported(
+                    f"its forward cannot be run on token ids and positions alone ({type(error).__name__}: {first})",
+                    where=name,
+                    do=WRITE,
+                ) from error
+        attention.use(self.hf, attention.PAGED)
+        if not notes.calls:
+            raise Unsupported("its attention is code of its own, not transformers' interface", where=name, do=WRITE)
+        names = {id(module): key for key, module in self.hf.named_modules()}
+        layers: dict[str, attention.Layer] = {}
+        for call in notes.calls:
+            layer = names.get(id(call.module))
+            if layer is None or layer in layers:
+                raise Unsupported(
+                    "a layer of it attends more than once in a forward", where=f"{name}, {layer}", do=WRITE
+                )
+            try:
+                window = attention.window_of(call, notes.masks, self.hf.config)
+            except Unsupported as error:
+                raise Unsupported(error.what, where=f"{name}, {layer}", do=WRITE) from error
+            layers[layer] = attention.Layer(
+                layer_name=layer,
+                num_kv_heads=call.num_kv_heads,
+                head_size=max(call.head_size, call.value_size),
+                window=window,
+                step=self.step,
+            )
+            attention.mark(call.module, layers[layer])
+        return list(layers.values())
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attn_metadata: Mapping[str, Any],
+        sampling_positions: Tensor,
+        rank: int | Tensor | None = None,
+        return_hidden: bool = False,
+        **other: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Compute logits of the sampled rows for a step of flat tokens; see `models.common.causal_lm.CausalLM`.
+
+        Raises:
+            Unsupported: an argument of the contract that this model has no part for.
+        """
+        stated = [key for key, value in other.items() if value is not None]
+        if stated:
+            raise Unsupported(f"{', '.join(stated)} is not available", where="fallback", do=WRITE)
+        context = attn_metadata
+        if not isinstance(context, PagedContext):
+            context = PagedContext(context, positions=positions)
+        self.step.context = context
+        try:
+            hidden, logits = self._hidden_and_logits(input_ids, positions, sampling_positions)
+        finally:
+            self.step.context = None
+        return (logits, hidden) if return_hidden else logits
+
+    def _hidden_and_logits(self, ids: Tensor, positions: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        arguments: dict[str, Any] = {"input_ids": ids[None].long(), "position_ids": positions[None].long()}
+        arguments |= {"use_cache": False} if "use_cache" in self._takes else {}
+        some = keep is not None and "logits_to_keep" in self._takes
+        if some:
+            arguments["logits_to_keep"] = keep
+        seen: list[Tensor] = []
+        base = getattr(self.hf, self.hf.base_model_prefix)
+        handle = base.register_forward_hook(lambda _m, _a, out: seen.append(out[0]))
+        try:
+            with torch.no_grad():
+                logits = self.hf(**arguments, return_dict=True).logits[0]
+        finally:
+            handle.remove()
+        if keep is not None and not some:
+            logits = logits[keep]
+        return seen[0][0], logits
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """Embed input_ids [T] -> [T, D]."""
+        return self.hf.get_input_embeddings()(input_ids)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Run what the model does after its backbone on hidden rows [rows, D]: head, scales and bounds."""
+        with self._backbone_gives(hidden), torch.no_grad():
+            ids = torch.zeros(1, hidden.shape[0], dtype=torch.long)
+            return self.hf(input_ids=ids, return_dict=True).logits[0]
+
+    @contextmanager
+    def _backbone_gives(self, hidden: Tensor) -> Iterator[None]:
+        base = getattr(self.hf, self.hf.base_model_prefix)
+        before = base.__dict__.get("forward")
+
+        def forward(*_: Any, **__: Any) -> Any:
+            from transformers.modeling_outputs import MoeModelOutputWithPast
+
+            return MoeModelOutputWithPast(last_hidden_state=hidden[None])
+
+        base.forward = forward
+        try:
+            yield
+        finally:
+            if before is None:
+                del base.forward
+            else:
+                base.forward = before
+
+    def get_kv_spec(self) -> KVSpec:
+        """Say what each layer caches, in the dtype of the weights."""
+        dtype = self.hf.get_input_embeddings().weight.dtype
+        return KVSpec(
+            layers=[
+                LayerSpec(layer.layer_name, layer.num_kv_heads, layer.head_size, dtype, layer.window)
+                for layer in self.layers
+            ]
+        )
+
+    def bind_kv_cache(self, kv_caches: Mapping[str, Sequence[Tensor]]) -> None:
+        """Give every layer its pages: {layer name: [k_cache, v_cache]}, each [P, K, C, H].
+
+        Raises:
+            ConfigError: a layer without pages, or pages without a layer.
+        """
+        layers = {layer.layer_name: layer for layer in self.layers}
+        if layers.keys() != kv_caches.keys():
+            odd = sorted(layers.keys() ^ kv_caches.keys())
+            raise ConfigError(f"layers and pages do not match: {', '.join(odd)}", where="bind_kv_cache")
+        for name, (k_cache, v_cache) in kv_caches.items():
+            layers[name].kv_cache = (k_cache, v_cache)
+
+
+def _arguments(hf: Any) -> set[str]:
+    return set(inspect.signature(type(hf).forward).parameters)
+
+
+def _require_decoder(config: Any, name: str) -> None:
+    if getattr(config, "is_encoder_decoder", False):
+        raise Unsupported("it is an encoder with a decoder", where=name, do=WRITE)
+    kinds = [str(kind) for kind in getattr(config, "layer_types", None) or ()]
+    odd = sorted({kind for kind in kinds if any(word in kind for word in _RECURRENT)})
+    if odd:
+        raise Unsupported(f"its layers of kind {', '.join(odd)} keep a recurrent state", where=name, do=WRITE)
+    if getattr(config, "is_causal", True) is False:
+        raise Unsupported("its attention is bidirectional", where=name, do=WRITE)
+
+
+def require_length(config: Any, max_model_len: int, name: str) -> None:
+    """Refuse lengths at which rotary frequencies depend on the longest request of a batch.
+
+    Raises:
+        Unsupported: a rotary embedding of kind dynamic or longrope, asked for more than its original length.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, Mapping))]
+    for one in kinds:
+        kind = one.get("rope_type")
+        if kind not in ("dynamic", "longrope"):
+            continue
+        limit = one.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        limit = limit or config.max_position_embeddings
+        if max_model_len > limit:
+            raise Unsupported(
+                f"its rotary frequencies ({kind}) depend on the longest request of a batch beyond {limit} tokens, and "
+                f"max_model_len is {max_model_len}",
+                where=name,
+                do=f"serve it with max_model_len={limit} or less",
+            )

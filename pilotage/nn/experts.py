@@ -8,13 +8,16 @@ import torch
 from torch import Tensor, nn
 
 import pilotage.functional as NF
-from pilotage.parallel import enter, get_tp_group, leave, per_rank
+from pilotage.core.errors import ConfigError
+from pilotage.parallel import divisors_text, enter, get_component, get_parallel_layout, leave, per_rank
 from pilotage.weights import (
     LazySlice,
     SafetensorsWeightLoader,
+    expert_parallel_tensor_dim_loader,
     keep_dtype,
     set_weight_loader,
     sharding_weight_loader,
+    with_rank_override,
 )
 
 
@@ -53,7 +56,10 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated MLPs, each rank holding a share of every expert's inner channels.
+    """Gated MLPs, each rank holding a share of every expert's inner channels, or of some experts.
+
+    With an `ep_degree` of n (see `parallel.ParallelLayout`) the experts are dealt out over n groups of neighbouring
+    ranks, and the ranks of a group divide each of theirs.
 
     Args:
         num_experts: E.
@@ -65,9 +71,11 @@ class Experts(nn.Module):
         interleaved: rows of gate and up alternate; otherwise gate's come first.
         inputs_first: weights are stored [E, in, out] (gpt-oss), not [E, out, in].
         alpha, limit: see `NF.experts`.
+        name: the block's, for errors.
 
     Raises:
-        Unsupported: F does not divide over the ranks.
+        ConfigError: the experts do not divide over `ep_degree`.
+        Unsupported: F does not divide over the ranks of a group.
     """
 
     def __init__(
@@ -83,26 +91,50 @@ class Experts(nn.Module):
         inputs_first: bool = False,
         alpha: float | None = None,
         limit: float | None = None,
+        name: str = "experts",
     ) -> None:
         super().__init__()
-        self.group = get_tp_group()
+        self.component = get_component("mlp")
+        self.group = self.component.tp
         self.top_k, self.activation, self.interleaved, self.inputs_first = top_k, activation, interleaved, inputs_first
         self.alpha, self.limit = alpha, limit
-        ranks = self.group.world_size
+        degree = get_parallel_layout().ep_degree if self.group.world_size > 1 else 1
+        if num_experts % degree:
+            raise ConfigError(
+                f"{num_experts} experts do not divide over ep_degree={degree}",
+                where=name,
+                do=f"use {divisors_text(num_experts)}",
+            )
+        ranks = self.group.world_size // degree  # that divide one expert
+        place, rank = divmod(self.group.rank, ranks)
+        count = num_experts // degree
+        self.num_experts, self.local_experts = num_experts, range(place * count, (place + 1) * count)
+        # Every rank of a group has the whole of the down projection's bias, and their results are added up.
+        self.adds_bias = rank == 0
         inner = per_rank(intermediate_size, ranks, "the experts' intermediate_size")
         gate_up, down = (2 * inner, hidden_size), (hidden_size, inner)
         if inputs_first:
             gate_up, down = gate_up[::-1], down[::-1]
-        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, *gate_up))
-        self.down_proj = nn.Parameter(torch.empty(num_experts, *down))
-        self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, 2 * inner)) if bias else None
-        self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden_size)) if bias else None
-        if ranks > 1:
-            rows, columns = (2, 1) if inputs_first else (1, 2)
-            set_weight_loader(self.gate_up_proj, _gate_up_loader(rows, inner, ranks, interleaved))
-            set_weight_loader(self.down_proj, sharding_weight_loader(columns, inner, ranks))
-            if self.gate_up_proj_bias is not None:
-                set_weight_loader(self.gate_up_proj_bias, _gate_up_loader(1, inner, ranks, interleaved))
+        self.gate_up_proj = nn.Parameter(torch.empty(count, *gate_up))
+        self.down_proj = nn.Parameter(torch.empty(count, *down))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(count, 2 * inner)) if bias else None
+        self.down_proj_bias = nn.Parameter(torch.empty(count, hidden_size)) if bias else None
+        if self.group.world_size == 1:
+            return
+        rows, columns = (2, 1) if inputs_first else (1, 2)
+        whole = SafetensorsWeightLoader()
+        shares = {
+            self.gate_up_proj: _gate_up_loader(rows, inner, ranks, interleaved) if ranks > 1 else whole,
+            self.down_proj: sharding_weight_loader(columns, inner, ranks) if ranks > 1 else whole,
+        }
+        if self.gate_up_proj_bias is not None and self.down_proj_bias is not None:
+            shares[self.gate_up_proj_bias] = _gate_up_loader(1, inner, ranks, interleaved) if ranks > 1 else whole
+            shares[self.down_proj_bias] = whole
+        for parameter, loader in shares.items():
+            loader = with_rank_override(loader, rank)
+            if degree > 1:
+                loader = expert_parallel_tensor_dim_loader(self.local_experts, loader, expert_dim=0)
+            set_weight_loader(parameter, loader)
 
     def forward(self, x: Tensor, affinities: Tensor) -> Tensor:
         """Run the experts: x [..., D] and affinities [..., E] of the same rows -> [..., D], summed over the ranks."""
@@ -110,21 +142,24 @@ class Experts(nn.Module):
         down: Tensor = self.down_proj
         if self.inputs_first:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        x, affinities = enter(x, self.component), enter(affinities, self.component)
+        if len(self.local_experts) < self.num_experts:
+            # Experts of other ranks have their part there; the sum over the ranks puts all together.
+            affinities = affinities[..., self.local_experts.start : self.local_experts.stop]
         partial = NF.experts(
-            enter(x),
-            enter(affinities),
+            x,
+            affinities,
             gate_up,
             down,
             self.gate_up_proj_bias,
-            # Every rank has the whole of it, and the ranks' results are added up.
-            self.down_proj_bias if self.group.rank == 0 else None,
-            top_k=self.top_k,
+            self.down_proj_bias if self.adds_bias else None,
+            top_k=min(self.top_k, len(self.local_experts)),
             activation=self.activation,
             interleaved=self.interleaved,
             alpha=self.alpha,
             limit=self.limit,
         )
-        return leave(partial)
+        return leave(partial, self.component)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.gate_up_proj.shape)}, top_k={self.top_k}, {self.activation}"

@@ -9,8 +9,13 @@ from torch import Tensor, nn
 
 import pilotage.functional as NF
 from pilotage.nn.packing import unpack
-from pilotage.parallel import enter, get_tp_group, leave, per_rank
-from pilotage.weights import set_weight_loader, sharding_weight_loader, with_rank_override
+from pilotage.parallel import enter, get_component, leave, per_rank
+from pilotage.weights import (
+    padded_sharding_weight_loader,
+    set_weight_loader,
+    sharding_weight_loader,
+    with_rank_override,
+)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -23,6 +28,9 @@ class ColumnParallelLinear(nn.Module):
         num_shards: distinct shares; fewer than ranks when a share is held by several (key/value heads), then rank r
             holds share r // (ranks / num_shards). None: as many as ranks. 1: every rank holds everything.
         gather_output: give every rank the whole output.
+        component: part of the model that it belongs to; see `parallel.layout`. Attention wants all rows, whatever its
+            replicas do later: each of them caches the keys and values of every request.
+        padded: out_features need not divide; the last shares are filled up with zeros.
 
     Raises:
         Unsupported: out_features does not divide over num_shards, or num_shards over the ranks.
@@ -36,29 +44,31 @@ class ColumnParallelLinear(nn.Module):
         *,
         num_shards: int | None = None,
         gather_output: bool = False,
+        component: str = "attention",
+        padded: bool = False,
     ) -> None:
         super().__init__()
-        self.group = get_tp_group()
+        self.component = get_component(component)
+        self.wants = None if component == "attention" else self.component
+        self.group = self.component.tp
         self.in_features, self.out_features, self.gather_output = in_features, out_features, gather_output
         self.num_shards = num_shards or self.group.world_size
         replicas = per_rank(self.group.world_size, self.num_shards, "num_shards")
-        rows = per_rank(out_features, self.num_shards, "out_features")
+        rows = (
+            -(-out_features // self.num_shards) if padded else per_rank(out_features, self.num_shards, "out_features")
+        )
         self.weight = nn.Parameter(torch.empty(rows, in_features))
         self.bias = nn.Parameter(torch.empty(rows)) if bias else None
         if self.num_shards > 1:
-            loader = with_rank_override(
-                sharding_weight_loader(
-                    shard_dim=0, shard_size=rows, num_shards=self.num_shards, is_storage_transposed=False
-                ),
-                self.group.rank // replicas,
-            )
+            shares = padded_sharding_weight_loader if padded else sharding_weight_loader
+            loader = with_rank_override(shares(0, rows, self.num_shards), self.group.rank // replicas)
             for parameter in (self.weight, self.bias):
                 if parameter is not None:
                     set_weight_loader(parameter, loader)
 
     def forward(self, x: Tensor) -> Tensor:
         """Project x [..., D] -> [..., out_features / num_shards], or [..., out_features] with gather_output."""
-        return self.gather(self.local(enter(x)))
+        return self.gather(self.local(enter(x, self.wants)))
 
     def local(self, x: Tensor) -> Tensor:
         """Compute this rank's share of the output, without communication."""
@@ -97,14 +107,22 @@ class ReplicatedLinear(ColumnParallelLinear):
 
 
 class LMHead(ColumnParallelLinear):
-    """The head: vocabulary divided over the ranks, logits whole on every rank."""
+    """The head: vocabulary divided over the ranks, filled up where it does not divide, logits whole on every rank."""
 
     def __init__(self, in_features: int, vocab_size: int, bias: bool = False) -> None:
-        super().__init__(in_features, vocab_size, bias, gather_output=True)
+        super().__init__(in_features, vocab_size, bias, gather_output=True, component="lm_head", padded=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """Project hidden rows x [rows, D] to logits [rows, V]."""
-        return self.gather(NF.lm_head(x, self.weight, self.bias))
+        replicas = self.component.dp
+        shared = replicas.process_group is not None and x.ndim == 2 and x.shape[0] % replicas.world_size == 0
+        if shared:
+            count = x.shape[0] // replicas.world_size
+            x = x.narrow(0, replicas.rank * count, count)
+        logits = self.gather(NF.lm_head(x, self.weight, self.bias))
+        if logits.shape[-1] > self.out_features:
+            logits = logits[..., : self.out_features]
+        return replicas.all_gather(logits, dim=0) if shared else logits
 
 
 class RowParallelLinear(nn.Module):
@@ -114,24 +132,27 @@ class RowParallelLinear(nn.Module):
         in_features: of the whole layer.
         out_features: D.
         bias: whether there is one; whole on every rank and added once, after the sum.
+        component: part of the model that it belongs to; see `parallel.layout`.
 
     Raises:
         Unsupported: in_features does not divide over the ranks.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, *, component: str = "attention"
+    ) -> None:
         super().__init__()
-        self.group = get_tp_group()
+        self.component = get_component(component)
+        self.group = self.component.tp
         self.in_features, self.out_features = in_features, out_features
         ranks = self.group.world_size
         columns = per_rank(in_features, ranks, "in_features")
         self.weight = nn.Parameter(torch.empty(out_features, columns))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         if ranks > 1:
-            loader = sharding_weight_loader(
-                shard_dim=1, shard_size=columns, num_shards=ranks, is_storage_transposed=False
+            set_weight_loader(
+                self.weight, with_rank_override(sharding_weight_loader(1, columns, ranks), self.group.rank)
             )
-            set_weight_loader(self.weight, loader)
 
     @property
     def inner_bias(self) -> Tensor | None:
@@ -144,10 +165,8 @@ class RowParallelLinear(nn.Module):
 
     def reduce(self, partial: Tensor) -> Tensor:
         """Sum the ranks' products [..., D], or this rank's rows where rows are divided; add what bias is left."""
-        if self.group.world_size == 1:
-            return partial
-        total = leave(partial)
-        return total if self.bias is None else total + self.bias
+        total = leave(partial, self.component)
+        return total if self.bias is None or self.group.world_size == 1 else total + self.bias
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features}, bias={self.bias is not None}"

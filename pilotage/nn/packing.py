@@ -107,9 +107,9 @@ def project(x: Tensor, *members: Any) -> tuple[Tensor, ...]:
     """
     packed = _packed(members)
     if packed is not None:
-        return NF.qkv_proj(enter(x), packed.weight, packed.bias, sizes=packed.sizes)
+        return NF.qkv_proj(enter(x, members[0].wants), packed.weight, packed.bias, sizes=packed.sizes)
     if all(hasattr(member, "local") for member in members):
-        x = enter(x)  # once for the group
+        x = enter(x, members[0].wants)  # once for the group
         return tuple(member.local(x) for member in members)
     return tuple(member(x) for member in members)
 
@@ -128,6 +128,13 @@ def gated_mlp(x: Tensor, gate: nn.Module, up: nn.Module, down: Any, *, activatio
     packed = _packed((gate, up))
     if packed is not None and hasattr(down, "reduce"):
         return down.reduce(
-            NF.mlp(enter(x), packed.weight, down.weight, packed.bias, down.inner_bias, activation=activation)
+            NF.mlp(
+                enter(x, down.component),
+                packed.weight,
+                down.weight,
+                packed.bias,
+                down.inner_bias,
+                activation=activation,
+            )
         )
     return down(NF.gated_activation(*project(x, gate, up), activation=activation))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from pilotage.weights.ledger import Ledger, RoundTrip
 from pilotage.weights.loaders import LazySlice, copy_weight_loader, has_weight_loader
 from pilotage.weights.map import Plan, WeightMap, raise_problems, same_bytes
 from pilotage.weights.reading import read_shares
-from pilotage.weights.rules import Fuse, Rename, Rule
+from pilotage.weights.rules import Fuse, Rename, Rule, Stack
 
 
 def load_into(
@@ -102,6 +103,24 @@ class MovedSlice:
         return self.rule.to_native([tensor[:] for tensor in self.tensors])[self.position][index].clone()  # type: ignore[index]
 
 
+class StackedSlice(MovedSlice):
+    """Experts stored one by one, as one slice: reading some of the experts reads the tensors of these only."""
+
+    def __getitem__(self, index: object) -> Tensor:
+        """Read a part of the parameter."""
+        assert isinstance(self.rule, Stack)
+        parts = index if isinstance(index, tuple) else (index,)
+        if not parts or not isinstance(parts[0], slice) or parts[0].step not in (None, 1):
+            return super().__getitem__(index)
+        start, stop, _ = parts[0].indices(self.rule.count)
+        if stop <= start:
+            return super().__getitem__(index)
+        kinds = len(self.rule.hf)
+        chosen = dataclasses.replace(self.rule, count=stop - start)
+        whole = chosen.to_native([tensor[:] for tensor in self.tensors[start * kinds : stop * kinds]])[0]
+        return whole[(slice(None), *parts[1:])].clone()
+
+
 def _sources(
     plan: Plan, checkpoint: SafetensorsCheckpoint, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, list[LazySlice]]:
@@ -112,6 +131,8 @@ def _sources(
             fused_by_loader = isinstance(step.rule, Fuse) and has_weight_loader(parameters[native])
             if isinstance(step.rule, Rename) or fused_by_loader:
                 sources[native] = tensors
+            elif isinstance(step.rule, Stack):
+                sources[native] = [StackedSlice(step.rule, tensors, position, native)]
             else:
                 sources[native] = [MovedSlice(step.rule, tensors, position, native)]
     return sources | {native: [checkpoint[key]] for native, key in plan.ties.items()}

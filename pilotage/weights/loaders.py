@@ -111,6 +111,38 @@ def sharding_weight_loader(
     return SafetensorsWeightLoader(transform=transform)
 
 
+def padded_sharding_weight_loader(shard_dim: int, shard_size: int, num_shards: int) -> SafetensorsWeightLoader:
+    """Return a loader like `sharding_weight_loader` for a whole that does not divide: what is missing becomes zeros.
+
+    Args:
+        shard_dim: dimension that is divided.
+        shard_size: its size on one rank, the whole divided by `num_shards` and rounded up.
+        num_shards: number of shares.
+
+    Raises:
+        WeightError: when it runs, if that is not the tensor's size rounded up, or the rank has no share.
+    """
+
+    def transform(slices: Sequence[LazySlice], rank: int) -> Tensor:
+        source = _only(slices, "padded_sharding_weight_loader")
+        _check_rank(rank, num_shards)
+        shape = source.get_shape()
+        dim = _dim(shard_dim, len(shape))
+        if -(-shape[dim] // num_shards) != shard_size:
+            raise WeightError(
+                f"dimension {dim} of {shape} does not give {num_shards} shares of {shard_size}",
+                where=getattr(source, "name", None),
+                do="check the model's configuration against the checkpoint",
+            )
+        start, stop = (min(at * shard_size, shape[dim]) for at in (rank, rank + 1))
+        part = source[(*[slice(None)] * dim, slice(start, stop))]
+        missing = list(part.shape)
+        missing[dim] = shard_size - (stop - start)
+        return torch.cat((part, part.new_zeros(missing)), dim=dim) if missing[dim] else part
+
+    return SafetensorsWeightLoader(transform=transform)
+
+
 def fused_qkv_weight_loader(
     q_size: int,
     kv_size: int,

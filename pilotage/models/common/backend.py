@@ -58,6 +58,7 @@ def initialize_linear_module(
     *,
     shard: Shard | None = None,
     num_shards: int | None = None,
+    component: str = "attention",
 ) -> nn.Module:
     """Build a linear layer.
 
@@ -67,6 +68,7 @@ def initialize_linear_module(
         bias: whether there is one.
         shard: "column" divides the outputs over the ranks, "row" the inputs, None nothing.
         num_shards: distinct shares of a "column" layer where these are fewer than ranks (key/value heads).
+        component: the part of the model whose ranks divide it, "attention" or "mlp"; see `parallel.layout`.
 
     Returns:
         A module whose `weight` is [out, in] (this rank's share of it) and whose `bias` may be None.
@@ -79,10 +81,10 @@ def initialize_linear_module(
     if kind == "torch":
         return nn.Linear(in_features, out_features, bias=bias)
     if shard == "row":
-        return pnn.RowParallelLinear(in_features, out_features, bias)
+        return pnn.RowParallelLinear(in_features, out_features, bias, component=component)
     if shard is None:
         return pnn.ReplicatedLinear(in_features, out_features, bias)
-    return pnn.ColumnParallelLinear(in_features, out_features, bias, num_shards=num_shards)
+    return pnn.ColumnParallelLinear(in_features, out_features, bias, num_shards=num_shards, component=component)
 
 
 def initialize_rms_norm_module(
@@ -106,7 +108,6 @@ def initialize_embedding_module(
 
     Raises:
         ConfigError: an unknown kind.
-        Unsupported: the vocabulary does not divide over the ranks.
     """
     _known("linear", kind, ("parallel", "torch"))
     if kind == "torch":
@@ -119,7 +120,6 @@ def initialize_lm_head_module(kind: str, in_features: int, vocab_size: int, bias
 
     Raises:
         ConfigError: an unknown kind.
-        Unsupported: the vocabulary does not divide over the ranks.
     """
     _known("linear", kind, ("parallel", "torch"))
     build: Callable[..., nn.Module] = nn.Linear if kind == "torch" else pnn.LMHead

@@ -17,7 +17,7 @@ from pilotage.models.common.backend import (
 )
 from pilotage.models.common.config import DecoderConfig
 from pilotage.nn import gated_mlp, project
-from pilotage.parallel import get_tp_group, heads_per_rank, kv_shards, per_rank
+from pilotage.parallel import get_component, heads_per_rank, kv_shards, per_rank
 
 Rope = tuple[Tensor, Tensor]
 
@@ -33,16 +33,20 @@ class GroupedQueryAttention(nn.Module):
         window: keys that a query sees, itself included; None for all.
         softcap: bound of the scores, None for none.
         sinks: a score per query head of this rank that takes part in the softmax and carries no value, or None.
+        component: the ranks of attention; a context reads from it which rows of the queries are this rank's.
         kv_cache: (keys, values) pages [P, K, C, H], once bound.
+        kv_source: name of the layer whose cache this one reads and does not write; None where it has its own.
     """
 
     kv_cache: tuple[Tensor, Tensor]
     softcap: float | None
     sinks: Tensor | None
+    kv_source: str | None = None
 
     def __init__(self, config: DecoderConfig, layer_idx: int, backend: BackendConfig) -> None:
         super().__init__()
-        ranks = get_tp_group().world_size
+        self.component = get_component("attention")
+        ranks = self.component.tp.world_size
         self.layer_name = f"layers.{layer_idx}.self_attn"
         self.name = f"model.{self.layer_name}"
         self.num_heads, self.num_kv_heads = heads_per_rank(config.num_heads, config.num_kv_heads, ranks)
@@ -76,8 +80,8 @@ class GatedMLP(nn.Module):
     def __init__(self, config: DecoderConfig, backend: BackendConfig) -> None:
         super().__init__()
         self.activation = config.activation
-        per_rank(config.intermediate_size, get_tp_group().world_size, "intermediate_size")
-        linear = partial(initialize_linear_module, backend.linear)
+        per_rank(config.intermediate_size, get_component("mlp").tp.world_size, "intermediate_size")
+        linear = partial(initialize_linear_module, backend.linear, component="mlp")
         self.gate_proj = linear(config.hidden_size, config.intermediate_size, config.mlp_bias, shard="column")
         self.up_proj = linear(config.hidden_size, config.intermediate_size, config.mlp_bias, shard="column")
         self.down_proj = linear(config.intermediate_size, config.hidden_size, config.mlp_bias, shard="row")

@@ -101,7 +101,9 @@ class CausalLM(nn.Module):
         context = attn_metadata
         if not isinstance(context, PagedContext):
             context = PagedContext(context, positions=positions)
-        with rows_divided(inputs_embeds is None and self._divides_rows(context, input_ids.shape[0])):
+        # Taps see whole tensors: with them neither ranks nor replicas share rows.
+        num_rows = None if tapped() else input_ids.shape[0]
+        with rows_divided(inputs_embeds is None and self._divides_rows(context, input_ids.shape[0]), num_rows):
             x = self.embed_input_ids(input_ids)
             if inputs_embeds is not None and is_token_ids is not None:
                 x = torch.where(is_token_ids[:, None], x, inputs_embeds.to(x.dtype))
@@ -205,8 +207,9 @@ class CausalLM(nn.Module):
             pack(attention.q_proj, attention.k_proj, attention.v_proj)
             if hasattr(mlp, "gate_proj"):  # experts have no projections that share an input
                 pack(mlp.gate_proj, mlp.up_proj)
-        if self.config.tie_word_embeddings:
-            # Both were loaded from one tensor, to the same shard; hold it once.
+        if self.config.tie_word_embeddings and self.lm_head.weight.shape == self.model.embed_tokens.weight.shape:
+            # Both were loaded from one tensor, to the same shard; hold it once. As components of different data-parallel
+            # sizes they have different shards.
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def _divides_rows(self, context: PagedContext, num_tokens: int) -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 import pilotage.functional as NF
+from pilotage.parallel import Component, own_rows, shares_rows
 
 
 class AttentionLayer(Protocol):
@@ -57,27 +58,54 @@ class PagedContext(dict[str, Any]):
         """Cache k and v, then attend from q to all that its request has cached.
 
         Args:
-            layer: the attention module; has `layer_name`, and `kv_cache` once pages are bound.
+            layer: the attention module; has `layer_name`, and `kv_cache` once pages are bound. One with a `kv_source`
+                reads what that layer has cached in this step, and caches nothing.
             q: [T, N, H], rotated.
             k, v: [T, K, H], k rotated.
             scale, window, softcap, sinks: see `NF.flash_attention`.
 
         Returns:
-            [T, N, H].
+            [T, N, H]; of a layer whose replicas share the rows, this rank's.
         """
-        meta = self[layer.layer_name]
+        source = getattr(layer, "kv_source", None)
+        name = source or layer.layer_name
+        meta = self[name]
         k_cache, v_cache = layer.kv_cache
-        NF.write_kv(k_cache, v_cache, k, v, slot_mapping=meta["slot_mapping"])
+        if source is None:
+            NF.write_kv(k_cache, v_cache, k, v, slot_mapping=meta["slot_mapping"])
         rows = {
             "token_to_req": meta["token_to_req"],
             "positions": self["positions"],
             "query_start_loc": meta["query_start_loc"],
         }
         how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-        decode = self.decodes(layer.layer_name)
+        component: Component | None = getattr(layer, "component", None)
+        if component is not None and shares_rows(component):
+            return self._attend_own_rows(component, meta, q, (k_cache, v_cache), how)
+        decode = self.decodes(name)
         if not decode and meta.get("cached_seq_len") is None:
             return NF.flash_attention(q, k, v, **rows, **how)
         rows["block_table"], rows["seq_lens"] = meta["block_table_tensor"], meta["seq_lens"]
         if decode:
             return NF.attention_decode(q, k_cache, v_cache, **rows, **how)
         return NF.segmented_attention(q, k_cache, v_cache, kv_segment_size=meta["kv_segment_size"], **rows, **how)
+
+    def _attend_own_rows(
+        self, component: Component, meta: Any, q: Tensor, pages: tuple[Tensor, Tensor], how: dict[str, Any]
+    ) -> Tensor:
+        """Attend from the rows of this rank's replica, a range that may begin and end inside requests."""
+        count, starts = q.shape[0] // component.dp.world_size, meta["query_start_loc"]
+        first = component.dp.rank * count
+        cut = starts.clamp(first, first + count)
+        return NF.segmented_attention(
+            own_rows(q, component),
+            *pages,
+            block_table=meta["block_table_tensor"],
+            token_to_req=own_rows(meta["token_to_req"], component),
+            positions=own_rows(self["positions"], component),
+            query_start_loc=cut - first,
+            # A request's last own row sees what is cached up to it: here the request is that long.
+            seq_lens=meta["seq_lens"] - (starts[1:] - cut[1:]).clamp(min=0),
+            kv_segment_size=meta["kv_segment_size"],
+            **how,
+        )

@@ -29,6 +29,7 @@ class SparseMoE(nn.Module):
             config.moe_intermediate_size,
             top_k=self.top_k,
             activation=config.activation,
+            name=self.name,
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from pilotage.models.common import (
 from pilotage.models.deepseek_v3.config import DeepseekV3Config
 from pilotage.models.deepseek_v3.weights import weight_map
 from pilotage.nn import Experts, Router, pack
-from pilotage.parallel import enter, get_tp_group, per_rank
+from pilotage.parallel import enter, get_component, per_rank
 
 _LATENT_NORM_EPS = 1e-6  # of both latents, whatever `rms_norm_eps` says
 
@@ -40,6 +40,7 @@ class LatentAttention(nn.Module):
 
     Attributes:
         layer_name: address of its cache and metadata, e.g. "layers.0.self_attn".
+        component: the ranks of attention.
         num_heads: query heads on this rank.
         num_kv_heads: 1, the cached row, on every rank.
         head_size: of the cached row, the latent and then the rotated channels that all heads share.
@@ -53,7 +54,8 @@ class LatentAttention(nn.Module):
         super().__init__()
         self.layer_name = f"layers.{layer_idx}.self_attn"
         self.name = f"model.{self.layer_name}"
-        self.num_heads = per_rank(config.num_heads, get_tp_group().world_size, "num_attention_heads")
+        self.component = get_component("attention")
+        self.num_heads = per_rank(config.num_heads, self.component.tp.world_size, "num_attention_heads")
         self.nope, self.rotated, self.latent = config.qk_nope_head_dim, config.qk_rope_head_dim, config.kv_lora_rank
         self.num_kv_heads, self.head_size, self.window = 1, self.latent + self.rotated, None
         self.scale, self.interleaved = config.attn_scale, config.rope_interleave
@@ -117,6 +119,7 @@ class DeepseekV3MoE(nn.Module):
             config.moe_intermediate_size,
             top_k=self.top_k,
             activation=config.activation,
+            name=self.name,
         )
         width = config.moe_intermediate_size * config.num_shared_experts
         self.shared_experts = GatedMLP(dataclasses.replace(config, intermediate_size=width), backend)
@@ -176,5 +179,5 @@ class DeepseekV3ForCausalLM(CausalLM):
         for layer in self.model.layers:
             mlp = getattr(layer.mlp, "shared_experts", layer.mlp)
             pack(mlp.gate_proj, mlp.up_proj)
-        if self.config.tie_word_embeddings:
+        if self.config.tie_word_embeddings and self.lm_head.weight.shape == self.model.embed_tokens.weight.shape:
             self.lm_head.weight = self.model.embed_tokens.weight

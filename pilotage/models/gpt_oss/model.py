@@ -26,8 +26,7 @@ from pilotage.models.gpt_oss.config import GptOssConfig
 from pilotage.models.gpt_oss.weights import weight_map
 from pilotage.models.llama3.model import LlamaAttention
 from pilotage.nn import Experts, Router
-from pilotage.parallel import get_tp_group
-from pilotage.weights import set_weight_loader, sharding_weight_loader
+from pilotage.weights import set_weight_loader, sharding_weight_loader, with_rank_override
 
 
 class GptOssAttention(LlamaAttention):
@@ -36,9 +35,10 @@ class GptOssAttention(LlamaAttention):
     def __init__(self, config: GptOssConfig, layer_idx: int, backend: BackendConfig) -> None:
         super().__init__(config, layer_idx, backend)
         self.sinks = nn.Parameter(torch.empty(self.num_heads))
-        ranks = get_tp_group().world_size
-        if ranks > 1:
-            set_weight_loader(self.sinks, sharding_weight_loader(0, self.num_heads, ranks))
+        group = self.component.tp
+        if group.world_size > 1:
+            loader = sharding_weight_loader(0, self.num_heads, group.world_size)
+            set_weight_loader(self.sinks, with_rank_override(loader, group.rank))
 
 
 class GptOssMLP(nn.Module):
@@ -60,6 +60,7 @@ class GptOssMLP(nn.Module):
             inputs_first=True,
             alpha=config.swiglu_alpha,
             limit=config.swiglu_limit,
+            name=self.name,
         )
 
     def forward(self, x: Tensor) -> Tensor:

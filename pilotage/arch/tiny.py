@@ -225,6 +225,38 @@ _CONFIGS["deepseek_v3"] = {
         "original_max_position_embeddings": 128,
     },
 }
+_CONFIGS["gemma4"] = {
+    **_COMMON,
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 8,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "sliding_window": 16,
+    # The last three layers attend to what the fourth and the fifth have cached.
+    "layer_types": [
+        *("sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"),
+        *("sliding_attention", "sliding_attention", "full_attention"),
+    ],
+    "num_kv_shared_layers": 3,
+    "global_head_dim": 40,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 14,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "enable_moe_block": False,
+    "num_experts": None,
+    "top_k_experts": None,
+    "moe_intermediate_size": None,
+    # Below the published 30, which no logit of so small a model comes near.
+    "final_logit_softcapping": 6.0,
+    "use_bidirectional_attention": None,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+    },
+}
 for _name in ("mistral", "mixtral"):
     del _CONFIGS[_name]["attention_bias"]
 # Qwen 2 has biases on q, k and v whatever `attention_bias` says, and transformers has no such field for it.
@@ -261,7 +293,19 @@ _STD = {
 _STD_GEMMA3 = {**_STD, "q_proj": 0.05, "k_proj": 0.05, "o_proj": 0.02, "down_proj": 0.02}
 # Gemma 2 normalises no queries and keys: they stay large, so that its bound on the scores shows.
 _STD_GEMMA2 = {**_STD, "o_proj": 0.02, "down_proj": 0.02}
+# Gemma 4's norms do not add one to their weight, and every layer adds an input of its own.
+_STD_GEMMA4 = {
+    **_STD_GEMMA3,
+    "proj": 0.16,
+    "embed_tokens_per_layer": 0.30,
+    "per_layer_model_projection": 0.16,
+    "per_layer_input_gate": 0.16,
+    "per_layer_projection": 0.10,
+}
 _STD_VECTOR = 0.3
+# Gemma 4 does not scale its scores: with norms near one they would pick single keys, and amplify every rounding.
+_UNSCALED_NORM = 0.3
+_NEUTRAL_IS_ONE = ("norm.weight", "norm_1.weight", "norm_2.weight", "layer_scalar", "router.scale", "per_expert_scale")
 # With a tied head a large embedding makes every token predict itself: keep it small, and let the last norm scale up.
 _STD_TIED_EMBEDDING = 0.05
 _TIED_LAST_NORM = 5.0
@@ -319,6 +363,9 @@ def tensors(config: Mapping[str, Any], seed: int) -> dict[str, torch.Tensor]:
     """Return the checkpoint's tensors by Hugging Face name, fp32."""
     tied = config["tie_word_embeddings"]
     gemma = {"gemma3_text": _STD_GEMMA3, "gemma2": _STD_GEMMA2}.get(config["model_type"])
+    scales_by_weight = gemma is None
+    if config["model_type"] == "gemma4_text":
+        gemma = _STD_GEMMA4
     std = dict(gemma or _STD)
     if tied:
         std["embed_tokens"] = _STD_TIED_EMBEDDING
@@ -327,7 +374,9 @@ def tensors(config: Mapping[str, Any], seed: int) -> dict[str, torch.Tensor]:
         noise = _noise(f"{seed}/{name}", shape)
         if len(shape) == 1 or name.endswith("_bias"):
             # Gemma's norms multiply by 1 + weight; every other norm multiplies by the weight.
-            neutral = 1.0 if name.endswith("norm.weight") and not gemma else 0.0
+            neutral = 1.0 if name.endswith(_NEUTRAL_IS_ONE) and scales_by_weight else 0.0
+            if gemma is _STD_GEMMA4 and name.endswith(("q_norm.weight", "k_norm.weight")):
+                neutral = _UNSCALED_NORM
             if tied and name == "model.norm.weight":
                 neutral += _TIED_LAST_NORM
             result[name] = neutral + _STD_VECTOR * noise
@@ -342,6 +391,8 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kind = config["model_type"]
     layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
+    if kind == "gemma4_text":
+        return _gemma4(config)
     layer |= _latent_attention(config) if kind == "deepseek_v3" else _attention(config)
     layer["post_attention_layernorm.weight"] = (hidden,)
     if kind in ("gemma3_text", "gemma2"):
@@ -382,6 +433,54 @@ def _attention(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if kind == "gpt_oss":
         layer["self_attn.sinks"] = (config["num_attention_heads"],)
     return layer
+
+
+def _gemma4(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a Gemma 4 text model, whose layers differ in shape."""
+    hidden, count, size = config["hidden_size"], config["num_hidden_layers"], config["hidden_size_per_layer_input"]
+    result: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for index, kind in enumerate(config["layer_types"]):
+        whole = kind == "full_attention"
+        head = config["global_head_dim"] if whole else config["head_dim"]
+        heads, key_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        if whole and config["attention_k_eq_v"] and config["num_global_key_value_heads"]:
+            key_heads = config["num_global_key_value_heads"]
+        shares = index >= count - config["num_kv_shared_layers"]
+        layer: dict[str, tuple[int, ...]] = {"self_attn.q_proj.weight": (heads * head, hidden)}
+        layer["self_attn.q_norm.weight"] = (head,)
+        if not shares:
+            layer["self_attn.k_proj.weight"] = (key_heads * head, hidden)
+            layer["self_attn.k_norm.weight"] = (head,)
+            if not (whole and config["attention_k_eq_v"]):
+                layer["self_attn.v_proj.weight"] = (key_heads * head, hidden)
+        layer["self_attn.o_proj.weight"] = (hidden, heads * head)
+        inner = config["intermediate_size"] * (2 if shares and config["use_double_wide_mlp"] else 1)
+        layer |= {"mlp.gate_proj.weight": (inner, hidden), "mlp.up_proj.weight": (inner, hidden)}
+        layer["mlp.down_proj.weight"] = (hidden, inner)
+        names = ["input", "post_attention", "pre_feedforward", "post_feedforward"]
+        if config["enable_moe_block"]:
+            names += ["post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2"]
+            experts, width = config["num_experts"], config["moe_intermediate_size"]
+            layer |= {"router.proj.weight": (experts, hidden), "router.scale": (hidden,)}
+            layer["router.per_expert_scale"] = (experts,)
+            layer["experts.gate_up_proj"] = (experts, 2 * width, hidden)
+            layer["experts.down_proj"] = (experts, hidden, width)
+        for name in names:
+            layer[f"{name if name[-1].isdigit() else name + '_layernorm'}.weight"] = (hidden,)
+        layer["layer_scalar"] = (1,)
+        if size:
+            layer["per_layer_input_gate.weight"] = (size, hidden)
+            layer["per_layer_projection.weight"] = (hidden, size)
+            layer["post_per_layer_input_norm.weight"] = (hidden,)
+        result |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    if size:
+        result["model.embed_tokens_per_layer.weight"] = (config["vocab_size_per_layer_input"], count * size)
+        result["model.per_layer_model_projection.weight"] = (count * size, hidden)
+        result["model.per_layer_projection_norm.weight"] = (size,)
+    result["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        result["lm_head.weight"] = (config["vocab_size"], hidden)
+    return result
 
 
 def _latent_attention(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -48,11 +48,13 @@ def rope_frequencies(
         theta: the base.
         head_size: H.
         kind: "default", "linear" (positions divided by `factor`), "llama3" (long wavelengths divided by `factor`,
-            short ones kept, a ramp between: Llama 3.1) or "yarn" (the same with a ramp over channels, and larger cos
-            and sin: arXiv:2309.00071).
+            short ones kept, a ramp between: Llama 3.1), "yarn" (the same with a ramp over channels, and larger cos
+            and sin: arXiv:2309.00071) or "proportional" (frequencies laid out over the whole head, of which the fast
+            ones turn: Gemma 4).
         factor: scaling of all but "default".
         low_freq_factor, high_freq_factor, original_max_position: the ramp of "llama3".
-        partial_rotary_factor: the share of the head that is rotated; the first channels.
+        partial_rotary_factor: the share of the head that is rotated; the first channels, or with "proportional" the
+            first of each half.
         attention_factor: what "yarn" multiplies cos and sin by; None for its own formula.
         beta_fast, beta_slow, original_max_position: the ramp of "yarn"; None for 32 and 1.
         mscale, mscale_all_dim: further terms of the formula of `attention_factor`.
@@ -63,6 +65,12 @@ def rope_frequencies(
 
     Numerics: fp32 throughout, in the order of operations of transformers' modeling_rope_utils.py.
     """
+    if kind == "proportional":
+        turning = int(partial_rotary_factor * head_size // 2)
+        exponents = torch.arange(0, 2 * turning, 2, dtype=torch.int64, device="cpu").to(torch.float32) / head_size
+        still = torch.zeros(head_size // 2 - turning, device="cpu")
+        inv_freq = torch.cat((1.0 / (theta**exponents), still)) / (factor or 1.0)
+        return RopeFrequencies(inv_freq=tuple(inv_freq.tolist()))
     rotated = int(head_size * partial_rotary_factor)
     if rotated % 2 or rotated <= 0:
         raise Unsupported(
@@ -94,7 +102,7 @@ def rope_frequencies(
         raise Unsupported(
             f"RoPE of type {kind!r} is not implemented",
             where="rope_parameters.rope_type",
-            do="the types served are default, linear, llama3 and yarn",
+            do="the types served are default, linear, llama3, yarn and proportional",
         )
     return RopeFrequencies(inv_freq=tuple(inv_freq.tolist()))
 

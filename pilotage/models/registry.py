@@ -56,6 +56,7 @@ _IN_TREE = (
     ModelEntry("DeepseekV3ForCausalLM", "pilotage.models.deepseek_v3.factory:DeepseekV3ForCausalLM", _SPARSE),
     ModelEntry("Gemma2ForCausalLM", "pilotage.models.gemma2.factory:Gemma2ForCausalLM", _DENSE),
     ModelEntry("Gemma3ForCausalLM", "pilotage.models.gemma3.factory:Gemma3ForCausalLM", _DENSE),
+    ModelEntry("Gemma4ForCausalLM", "pilotage.models.gemma4.factory:Gemma4ForCausalLM", _DENSE),
     ModelEntry("GptOssForCausalLM", "pilotage.models.gpt_oss.factory:GptOssForCausalLM", _SPARSE),
     ModelEntry("LlamaForCausalLM", "pilotage.models.llama3.factory:LlamaForCausalLM", _DENSE),
     ModelEntry("MistralForCausalLM", "pilotage.models.mistral.factory:MistralForCausalLM", _DENSE),

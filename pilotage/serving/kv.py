@@ -66,18 +66,20 @@ def allocate(config: KVCacheConfig, specs: Mapping[str, AttentionSpec]) -> dict[
         specs: by layer name.
 
     Returns:
-        Layer name -> [keys, values], each [num_blocks, num_kv_heads, block_size, head_size], zeroed. The operating
+        Layer name -> [keys, values], each [num_blocks, num_kv_heads, slots, head_size], zeroed. The operating
         system commits the memory page by page as it is first written.
     """
     (num_bytes,) = {tensor.size for tensor in config.kv_cache_tensors}
     raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
     skip = -raw.ctypes.data % _ALIGNMENT
     buffer = raw[skip : skip + num_bytes]
+    # Where layers differ in bytes a token, vLLM gives those with fewer longer pages, so that all pages are equal.
+    slots_of = {name: group.kv_cache_spec.block_size for group in config.kv_cache_groups for name in group.layer_names}
     caches: dict[str, list[Tensor]] = {}
     for tensor in config.kv_cache_tensors:
         for index, name in enumerate(tensor.layers):
             spec = specs[name]
-            heads, slots, size = spec.num_kv_heads, spec.block_size, spec.head_size
+            heads, slots, size = spec.num_kv_heads, slots_of[name], spec.head_size
             item = spec.dtype.itemsize
             start, stride = tensor.offset + index * tensor.layer_stride, tensor.block_stride
             if start % item or stride % item:

@@ -234,7 +234,9 @@ def fit_problems(plan: Plan, checkpoint: SafetensorsCheckpoint, parameters: Mapp
             continue
         for native, shape in zip(step.native, made, strict=True):
             if native in parameters:
-                problems += _fit(step.hf[0], sources, native, shape, parameters[native])
+                # A rule that computes takes other dtypes than the parameter's, and checks them itself.
+                plain = [] if getattr(step.rule, "dequantises", False) else sources
+                problems += _fit(step.hf[0], plain, native, shape, parameters[native])
     for native, key in plan.ties.items():
         problems += _fit(key, [checkpoint[key]], native, checkpoint[key].shape, parameters[native])
     return problems

@@ -24,7 +24,7 @@ MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistr
 
 
 @pytest.fixture(
-    scope="module", params=["llama3", "gemma3", "qwen3", "qwen2", "qwen3_moe", "gpt_oss", "deepseek_v3", *MORE]
+    scope="module", params=["llama3", "gemma3", "gemma4", "qwen3", "qwen2", "qwen3_moe", "gpt_oss", "deepseek_v3", *MORE]
 )
 def served(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Iterator[tuple[Path, Any]]:
     path = tiny(request.param)
@@ -97,7 +97,7 @@ def test_preemption(name: str, async_scheduling: bool, tiny: Callable[..., Path]
         "gemma3",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("qwen3", "qwen2", "qwen3_moe", "gpt_oss", "deepseek_v3")
+            for name in ("gemma4", "qwen3", "qwen2", "qwen3_moe", "gpt_oss", "deepseek_v3")
         ),
         *MORE,
     ],

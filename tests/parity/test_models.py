@@ -152,6 +152,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "n_group": 1, "topk_group": 1},
     ),
+    "gemma4 with experts, nothing shared, no inputs of the layers": (
+        "gemma4",
+        {
+            **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 44},
+            **{"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+        },
+    ),
+    "gemma4, values of their own": ("gemma4", {"attention_k_eq_v": False, "use_double_wide_mlp": False}),
     "gemma3 with capped logits": ("gemma3", {"final_logit_softcapping": 3.0}),
     "gemma3, scaled RoPE in full layers": (
         "gemma3",
@@ -227,6 +235,15 @@ FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "head size as the scale": ("gemma3", {"query_pre_attn_scalar": 20}),
+    "scaled frequencies of the part that turns": (
+        "gemma4",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            }
+        },
+    ),
     "exact gelu": ("gemma3", {"hidden_activation": "gelu"}),
     "norm epsilon": ("qwen3", {"rms_norm_eps": 1e-5}),
     "neighbouring channels as halves": ("deepseek_v3", {"rope_interleave": False}),

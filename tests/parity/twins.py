@@ -12,7 +12,10 @@ from torch import Tensor
 from pilotage.models import registry
 from pilotage.models.common.paging import PagedSession
 
-NAMES = ("llama3", "qwen2", "qwen3", "gemma3", "gemma2", "mistral", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+NAMES = (
+    *("llama3", "qwen2", "qwen3", "gemma3", "gemma2", "gemma4"),
+    *("mistral", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"),
+)
 # Hugging Face's sdpa attention knows neither a bound on the scores nor sinks.
 EAGER_ONLY = ("gemma2", "gpt_oss")
 ATTENTION = ("flash_attention", "segmented_attention", "attention_decode", "write_kv")

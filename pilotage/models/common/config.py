@@ -9,6 +9,7 @@ from typing import Any, Self
 from pilotage.arch.spec import ArchSpec
 from pilotage.functional import RopeFrequencies
 from pilotage.models.common.reading import frequencies
+from pilotage.weights.dequantise import Fp8Scheme
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class DecoderConfig:
         sliding_window: keys that a query of a sliding layer sees, itself included.
         rope: frequencies by kind of layer, any scaling applied.
         logit_softcap: bound of the logits, None for none.
+        fp8: how the checkpoint holds linear layers in 8-bit floats; None where it does not.
     """
 
     hidden_size: int
@@ -41,6 +43,7 @@ class DecoderConfig:
     sliding_window: int | None
     rope: Mapping[str, RopeFrequencies]
     logit_softcap: float | None = None
+    fp8: Fp8Scheme | None = None
 
     @classmethod
     def from_spec(cls, spec: ArchSpec, **own: Any) -> Self:

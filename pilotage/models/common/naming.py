@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pilotage.weights import Drop, Identity, Tie, WeightMap
+from pilotage.weights.dequantise import Fp8Scheme
 from pilotage.weights.rules import Rule
 
 
-def same_names(*others: Rule | Drop, tied: bool) -> WeightMap:
+def same_names(*others: Rule | Drop, tied: bool, fp8: Fp8Scheme | None = None) -> WeightMap:
     """Map every tensor to the parameter of its own name.
 
     Args:
         others: rules for the tensors that are named or laid out differently.
         tied: the head has no tensor of its own and is loaded from the embedding's.
+        fp8: how linear layers are stored in 8-bit floats; None where they are plain.
     """
     head = [Tie("lm_head.weight", "model.embed_tokens.weight")] if tied else []
     drop = Drop("model.layers.{i}.self_attn.rotary_emb.inv_freq", "computed from the config")
-    return WeightMap([*head, drop, *others, Identity()])
+    quantised = fp8.rules() if fp8 is not None else []
+    return WeightMap([*head, drop, *quantised, *others, Identity()])

@@ -39,7 +39,11 @@ PLAIN: dict[str, Any] = {
 
 
 def read(
-    hf_config: Any, *, beyond: tuple[str, ...] = (), layer_types: tuple[str, ...] = ("full_attention",)
+    hf_config: Any,
+    *,
+    beyond: tuple[str, ...] = (),
+    layer_types: tuple[str, ...] = ("full_attention",),
+    own: tuple[str, ...] = (),
 ) -> ArchSpec:
     """Normalise a config and refuse what the caller's model does not implement.
 
@@ -47,6 +51,7 @@ def read(
         hf_config: a Hugging Face config, or the parsed `config.json`.
         beyond: fields of `PLAIN` that the model reads itself, so that any value of them is its own to judge.
         layer_types: kinds of layer that the model has.
+        own: keys of the config that no field reads and the model reads itself.
 
     Raises:
         Unsupported: a field outside `beyond` with another value than `PLAIN`, a kind of layer outside `layer_types`,
@@ -55,7 +60,7 @@ def read(
     """
     config = arch_hf_config(dict(hf_config)) if isinstance(hf_config, Mapping) else hf_config
     spec = ArchSpec.from_hf(hf_config)
-    _refuse_unread(spec, config)
+    _refuse_unread(spec, config, own)
     for name, plain in PLAIN.items():
         field = spec.fields[name]
         if name not in beyond and field.value != plain:
@@ -74,12 +79,14 @@ def read(
     return spec
 
 
-def _refuse_unread(spec: ArchSpec, config: Any) -> None:
+def _refuse_unread(spec: ArchSpec, config: Any, own: tuple[str, ...]) -> None:
     """Refuse keys that no field reads where the config class knows them and their value is not its default."""
     text = config.get_text_config()
     defaults = type(text)().to_dict()
     for key in spec.unread:
         name = key.rpartition(".")[2]
+        if name in own:
+            continue
         value = getattr(text, name, None)
         if name in defaults and (value or None) != (defaults[name] or None):  # null, false and 0 all switch off
             raise refusal(spec, key, f"{value!r} is not implemented by this model; its default is {defaults[name]!r}")
@@ -91,8 +98,8 @@ def refusal(spec: ArchSpec, name: str, what: str, do: str | None = None) -> Unsu
     return Unsupported(what, where=f"config.json, {key or name}", do=f"served are {do}" if do else None)
 
 
-def frequencies(spec: ArchSpec, layer_type: str) -> RopeFrequencies:
-    """Compute the RoPE frequencies of one kind of layer.
+def frequencies(spec: ArchSpec, layer_type: str, head_size: int | None = None) -> RopeFrequencies:
+    """Compute the RoPE frequencies of one kind of layer, whose heads have `head_size` where not the config's.
 
     Raises:
         Unsupported: the kind has none, or a RoPE type that is not implemented.
@@ -102,7 +109,7 @@ def frequencies(spec: ArchSpec, layer_type: str) -> RopeFrequencies:
         raise refusal(spec, "rope", f"no rotary embedding is given for layers of kind {layer_type!r}")
     return NF.rope_frequencies(
         theta=rope.theta,
-        head_size=spec.head_size,
+        head_size=head_size or spec.head_size,
         kind=rope.kind,
         factor=rope.factor,
         low_freq_factor=rope.low_freq_factor,

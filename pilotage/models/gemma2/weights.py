@@ -9,4 +9,4 @@ from pilotage.weights import WeightMap
 
 def weight_map(config: Gemma2Config) -> WeightMap:
     """The WeightMap of a Gemma 2 checkpoint."""
-    return same_names(tied=config.tie_word_embeddings)
+    return same_names(tied=config.tie_word_embeddings, fp8=config.fp8)

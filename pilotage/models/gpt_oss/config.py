@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from pilotage.models.common.config import MoEConfig
-from pilotage.models.common.reading import read
+from pilotage.models.common.reading import read, refusal
 
-_BEYOND = ("attention_bias", "attention_output_bias", "num_experts")
+_BEYOND = ("attention_bias", "attention_output_bias", "num_experts", "quantization")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +17,12 @@ class GptOssConfig(MoEConfig):
 
     Attributes:
         swiglu_alpha, swiglu_limit: of the experts' clamped SwiGLU.
+        mxfp4: the checkpoint holds the experts in MXFP4; they are dequantised while loading.
     """
 
     swiglu_alpha: float
     swiglu_limit: float
+    mxfp4: bool = False
 
     @classmethod
     def from_configs(cls, hf_config: Any, neuron_config: Any = None) -> Self:
@@ -31,7 +33,15 @@ class GptOssConfig(MoEConfig):
             neuron_config: the target's settings; none of them changes this model.
 
         Raises:
-            Unsupported: a value that the model does not implement, named by its key; MXFP4 checkpoints among them.
+            Unsupported: a value that the model does not implement, named by its key; another
+                quantisation than MXFP4 among them.
         """
         spec = read(hf_config, beyond=_BEYOND, layer_types=("full_attention", "sliding_attention"))
-        return cls.from_moe_spec(spec, swiglu_alpha=spec.swiglu_alpha, swiglu_limit=spec.swiglu_limit)
+        if spec.quantization not in (None, "mxfp4"):
+            raise refusal(spec, "quantization", f"{spec.quantization!r} is not implemented by this model", do="mxfp4")
+        return cls.from_moe_spec(
+            spec,
+            swiglu_alpha=spec.swiglu_alpha,
+            swiglu_limit=spec.swiglu_limit,
+            mxfp4=spec.quantization == "mxfp4",
+        )

@@ -8,3 +8,5 @@ from pilotage.models.llama3 import model
 
 class LlamaForCausalLM(ServedByVllm, model.LlamaForCausalLM):
     """Llama 3, as `from_configs` of our worker or vLLM's own constructor builds it."""
+
+    serves_fp8 = True

@@ -9,4 +9,4 @@ from pilotage.weights import WeightMap
 
 def weight_map(config: Llama3Config) -> WeightMap:
     """The WeightMap of a Llama checkpoint."""
-    return same_names(tied=config.tie_word_embeddings)
+    return same_names(tied=config.tie_word_embeddings, fp8=config.fp8)

@@ -8,3 +8,5 @@ from pilotage.models.mistral import model
 
 class MistralForCausalLM(ServedByVllm, model.MistralForCausalLM):
     """Mistral, as `from_configs` of our worker or vLLM's own constructor builds it."""
+
+    serves_fp8 = True

@@ -8,3 +8,5 @@ from pilotage.models.qwen2 import model
 
 class Qwen2ForCausalLM(ServedByVllm, model.Qwen2ForCausalLM):
     """Qwen2, as `from_configs` of our worker or vLLM's own constructor builds it."""
+
+    serves_fp8 = True

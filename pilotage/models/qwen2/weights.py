@@ -9,4 +9,4 @@ from pilotage.weights import WeightMap
 
 def weight_map(config: Qwen2Config) -> WeightMap:
     """The WeightMap of a Qwen2 checkpoint."""
-    return same_names(tied=config.tie_word_embeddings)
+    return same_names(tied=config.tie_word_embeddings, fp8=config.fp8)

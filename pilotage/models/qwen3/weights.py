@@ -9,4 +9,4 @@ from pilotage.weights import WeightMap
 
 def weight_map(config: Qwen3Config) -> WeightMap:
     """The WeightMap of a Qwen3 checkpoint."""
-    return same_names(tied=config.tie_word_embeddings)
+    return same_names(tied=config.tie_word_embeddings, fp8=config.fp8)

@@ -17,6 +17,7 @@ from pilotage.models.common import BackendConfig
 from pilotage.models.deepseek_v3 import DeepseekV3Config
 from pilotage.models.gemma2 import Gemma2Config
 from pilotage.models.gemma3 import Gemma3Config, Gemma3ForCausalLM
+from pilotage.models.gemma4 import Gemma4Config
 from pilotage.models.gpt_oss import GptOssConfig
 from pilotage.models.llama3 import Llama3Config
 from pilotage.models.mistral import MistralConfig
@@ -32,6 +33,7 @@ CLASSES: dict[str, Any] = {
     "qwen3": Qwen3Config,
     "gemma3": Gemma3Config,
     "gemma2": Gemma2Config,
+    "gemma4": Gemma4Config,
     "mistral": MistralConfig,
     "mixtral": MixtralConfig,
     "qwen3_moe": Qwen3MoeConfig,

@@ -31,7 +31,11 @@ def plan(layers: int, groups: int, num_blocks: int, page: int) -> Any:
         )
         for group in range(groups)
     ]
-    return SimpleNamespace(num_blocks=num_blocks, kv_cache_tensors=tensors)
+    described = [
+        SimpleNamespace(layer_names=tensor.layers, kv_cache_spec=SimpleNamespace(block_size=BLOCK))
+        for tensor in tensors
+    ]
+    return SimpleNamespace(num_blocks=num_blocks, kv_cache_tensors=tensors, kv_cache_groups=described)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,6 +58,18 @@ def test_pages_have_the_documented_shape_and_overlay_only_across_groups(dtype: t
         assert (caches[name][0] == number).all()
         assert (caches[name][1] == -number).all()
     assert (caches["g1.l1"][0] == 2).all(), "groups share the bytes: a page has one owner at a time"
+
+
+def test_layers_of_fewer_bytes_a_token_have_longer_pages() -> None:
+    """Two heads of 4 beside one of 4: vLLM gives the second kind twice the slots, so that pages are of one size."""
+    layers = [LayerSpec("g0.l0", 2, 4, torch.float32), LayerSpec("g1.l0", 1, 4, torch.float32, 8)]
+    specs = kv.cache_specs(layers, BLOCK)
+    config = plan(1, 2, 5, specs["g0.l0"].page_size_bytes)
+    config.kv_cache_groups[1].kv_cache_spec.block_size = 2 * BLOCK
+    caches = kv.allocate(config, specs)
+    assert caches["g0.l0"][0].shape == (5, 2, BLOCK, 4) and caches["g1.l0"][0].shape == (5, 1, 2 * BLOCK, 4)
+    caches["g1.l0"][1][-1].fill_(3.0)
+    assert (caches["g0.l0"][1][-1] == 3.0).all() and not caches["g0.l0"][1][-2].any()
 
 
 def test_sliding_layers_are_told_to_vllm_as_such() -> None:

@@ -53,11 +53,19 @@ class TargetConfig:
     decode_context_length_buckets: tuple[int, ...] | None = _reserved(
         None, "Decode graphs by context length. None: one graph serves every length."
     )
-    attention_dp_size: int = _reserved(1, "Data-parallel groups of the attention layers.")
-    mlp_dp_size: int = _reserved(1, "Data-parallel groups of the MLP layers.")
-    embedding_dp_size: int = _reserved(1, "Data-parallel groups of the embedding.")
-    lm_head_dp_size: int = _reserved(1, "Data-parallel groups of the LM head.")
-    ep_degree: int = _reserved(1, "Ranks that share the experts of a layer.")
+    attention_dp_size: int = _setting(
+        1,
+        "Replicas of the attention layers among the tensor-parallel ranks: fewer ranks divide the heads, and each "
+        "replica attends from its share of the tokens. Every replica caches all keys and values. See docs/parallel.md.",
+    )
+    mlp_dp_size: int = _setting(1, "Replicas of the MLPs and experts; each does its share of the tokens.")
+    embedding_dp_size: int = _setting(1, "Replicas of the embedding.")
+    lm_head_dp_size: int = _setting(1, "Replicas of the LM head.")
+    ep_degree: int | None = _setting(
+        None,
+        "Groups of ranks over which the experts of a layer are dealt out; the ranks of a group divide each expert. "
+        "Above 1 it needs vLLM's `enable_expert_parallel`. None: all ranks of a replica of the MLPs with that, else 1.",
+    )
     on_device_sampling_config: Mapping[str, Any] | None = _setting(
         None,
         'Sampling inside the graph: `{"temperature": BOOL, "top_k": BOOL, "top_p": BOOL}` says which parameters of a '
@@ -118,6 +126,10 @@ class TargetConfig:
         rows = parsed.get("max_prefill_seqs", known["max_prefill_seqs"].default)
         if not _is_positive_int(rows):
             raise ConfigError(f"max_prefill_seqs={rows!r} is not a positive integer", where=where)
+        for key in (*_COMPONENT_SIZES, "ep_degree"):
+            size = parsed.get(key, 1)
+            if not _is_positive_int(size) and not (key == "ep_degree" and size is None):
+                raise ConfigError(f"{key}={size!r} is not a positive integer", where=where)
         if not isinstance(parsed.get("exact_taps", False), bool):
             raise ConfigError(f"exact_taps={parsed['exact_taps']!r} is neither true nor false", where=where)
         if parsed.get("on_device_sampling_config") is not None:
@@ -222,6 +234,7 @@ def _check_buckets(key: str, sizes: Any, where: str) -> None:
         )
 
 
+_COMPONENT_SIZES = ("attention_dp_size", "mlp_dp_size", "embedding_dp_size", "lm_head_dp_size")
 _SECTION_KEYS = {
     "tensor_capture": ("sites", "path"),
     "tensor_replacement": ("tensors_path", "reference_captures_path", "prompt_token_ids_path", "sites"),

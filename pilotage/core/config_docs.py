@@ -57,7 +57,7 @@ _DEFAULTS = """
 | KV cache | room for `max_num_seqs` requests of `max_model_len` tokens, plus a quarter | at most \
 `gpu_memory_utilization` of the memory that is free; `kv_cache_memory_bytes` sets it |
 
-Not on this target, and refused: LoRA, pipeline, data and expert parallelism, quantised weights or
+Not on this target, and refused: LoRA, pipeline parallelism, quantised weights or
 caches, KV transfer.
 
 ## Environment variables

@@ -179,6 +179,7 @@ def _release() -> None:
     from pilotage import parallel
 
     parallel.set_tp_group(None)
+    parallel.set_parallel_layout(None)
     cleanup_dist_env_and_memory()
     gc.collect()
 

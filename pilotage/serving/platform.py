@@ -14,7 +14,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from pilotage.core.config import TargetConfig
 from pilotage.core.errors import BadInput, PilotageError, Unsupported
-from pilotage.serving import buckets, device_sampling, speculation, threads
+from pilotage.serving import buckets, device_sampling, layout, speculation, threads
 from pilotage.serving.speculation import DRAFTS_KEY
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class PilotagePlatform(Platform):
         cls._salt = _salt(config)
         if vllm_config.speculative_config is not None:
             scheduler.async_scheduling = False  # the next step's drafts are guessed from this step's tokens
-        threads.set_environment(parallel.world_size)
+        threads.set_environment(layout.ranks_on_this_machine(vllm_config))
 
     # For validate_request, from the engine configured last in this process. Largest prompt that fits a graph where
     # prompts are not cut into chunks, the vocabulary, and what keeps replaced keys and values apart from all others.
@@ -231,8 +231,6 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
         (model_config.runner_type != "generate", f"runner {model_config.runner_type!r}", "use a generative model"),
         (vllm_config.lora_config is not None, "LoRA", "merge the adapter into the checkpoint"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use tensor_parallel_size"),
-        (parallel.data_parallel_size > 1, "data parallelism", "start one server a replica"),
-        (parallel.enable_expert_parallel, "expert parallelism", "remove enable_expert_parallel"),
         (model_config.quantization is not None, f"quantization {model_config.quantization!r}", "use bf16 or fp32"),
         (
             vllm_config.cache_config.cache_dtype != "auto",
@@ -246,7 +244,9 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
             raise Unsupported(f"{what} is not implemented on this target", where="vLLM configuration", do=do)
     speculation.require_supported(vllm_config)
     device_sampling.require_supported(vllm_config, TargetConfig.from_additional_config(vllm_config.additional_config))
+    sizes = layout.parallel_layout(vllm_config)
     if not require_known_architecture(model_config.architectures, model_config.model):
+        layout.require_own_model(sizes, model_config.architectures)
         from pilotage.serving.fallback.config import prepare
 
         prepare(vllm_config)

@@ -24,7 +24,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from pilotage import parallel
 from pilotage.core import store
 from pilotage.core.errors import PilotageError
-from pilotage.serving import kv, loading, memory, threads
+from pilotage.serving import kv, layout, loading, memory, threads
 from pilotage.serving.kv_read import KVReader
 from pilotage.serving.runner import ModelRunner
 
@@ -81,6 +81,7 @@ class PilotageWorker(WorkerBase):
         )
         group = get_tp_group()
         parallel.set_tp_group(group.device_group if group.world_size > 1 else None)
+        parallel.set_parallel_layout(layout.parallel_layout(config))
         set_random_seed(config.model_config.seed)  # the same on every rank: they sample alike
 
     @_explained
@@ -105,7 +106,7 @@ class PilotageWorker(WorkerBase):
 
     @_explained
     def determine_available_memory(self) -> int:
-        free = memory.free_bytes() // self.parallel_config.world_size
+        free = memory.free_bytes() // layout.ranks_on_this_machine(self.vllm_config)
         return kv.available_bytes(self.vllm_config, self.kv_specs, free)
 
     @_explained
@@ -137,7 +138,7 @@ class PilotageWorker(WorkerBase):
         return ("generate",)
 
     def execute_dummy_batch(self) -> None:
-        """Do nothing: only data parallelism, refused on this target, needs ranks to step in lockstep."""
+        """Do nothing: replicas of an engine share no layer, so that one without work has nothing to join in."""
 
     def update_max_model_len(self, max_model_len: int) -> None:
         """Follow vLLM where it lowers the length to what the memory allows (`max_model_len=-1`)."""

@@ -208,8 +208,8 @@ class CausalLM(nn.Module):
             if hasattr(mlp, "gate_proj"):  # experts have no projections that share an input
                 pack(mlp.gate_proj, mlp.up_proj)
         if self.config.tie_word_embeddings and self.lm_head.weight.shape == self.model.embed_tokens.weight.shape:
-            # Both were loaded from one tensor, to the same shard; hold it once. As components of different data-parallel
-            # sizes they have different shards.
+            # Both were loaded from one tensor, to the same shard; hold it once. With other data-parallel sizes than the
+            # embedding's the head has another shard.
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def _divides_rows(self, context: PagedContext, num_tokens: int) -> bool:

@@ -238,6 +238,18 @@ def extras() -> list[Finding]:
     ]
 
 
+def fallback() -> Finding:
+    """What serves a model without a package; whether it serves a certain one shows when it is loaded."""
+    version = _version("transformers")
+    if version is None:
+        return Finding(part="day-zero fallback", state=WARN, found="not usable without transformers", do="`make setup`")
+    return Finding(
+        part="day-zero fallback",
+        state=OK,
+        found=f"models without a package are served on transformers {version}: slow, proven at load (docs/fallback.md)",
+    )
+
+
 def targets(findings: list[Finding]) -> list[dict[str, Any]]:
     """Which targets are usable. Hardware that is only seen, not tried, is never called usable."""
     missing = [finding.part for finding in findings if finding.state == MISSING]
@@ -290,6 +302,7 @@ def examine() -> dict[str, Any]:
         package("vllm", VLLM),
         vllm_build(),
         package("transformers"),
+        fallback(),
         package("safetensors"),
         *plugins(),
         compiler(),

@@ -13,7 +13,7 @@ from torch import Tensor
 from pilotage.core.errors import Unsupported
 from pilotage.models.common.paging import PagedSession
 from pilotage.serving.fallback import attention
-from pilotage.serving.fallback.model import WRITE, FallbackForCausalLM
+from pilotage.serving.fallback.model import WRITE, FallbackForCausalLM, in_a_line
 
 _SIZES = (29, 17)  # tokens of the two probes, if no window of the model is longer
 _LONGEST = 96  # a window that is longer than this is known from its mask's function alone
@@ -74,10 +74,8 @@ def _prove(model: FallbackForCausalLM, max_model_len: int) -> Proof:
     for way, run in (("alone", _alone), ("packed", _packed), ("in chunks", _chunked)):
         try:
             found = run(model, prompts)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise Unsupported(
-                f"{_WHY[way]} ({type(error).__name__}: {str(error).splitlines()[0]})", where=_name(model), do=WRITE
-            ) from error
+        except Exception as error:
+            raise Unsupported(f"{_WHY[way]} ({in_a_line(error)})", where=_name(model), do=WRITE) from error
         worst[way] = max(_distance(a, b) for a, b in zip(found, expected, strict=True))
         rows += sum(len(one) for one in found)
         if not worst[way] <= bound:
@@ -108,11 +106,7 @@ def _own_forward(model: FallbackForCausalLM, prompt: list[int]) -> Tensor:
         with torch.no_grad():
             return model.hf(input_ids=torch.tensor([prompt]), use_cache=False, return_dict=True).logits[0].float()
     except Exception as error:
-        raise Unsupported(
-            f"its own forward fails ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})",
-            where=_name(model),
-            do=WRITE,
-        ) from error
+        raise Unsupported(f"its own forward fails ({in_a_line(error)})", where=_name(model), do=WRITE) from error
     finally:
         attention.use(model.hf, attention.PAGED)
 
@@ -165,13 +159,13 @@ def _check_head(model: FallbackForCausalLM, prompt: list[int], expected: Tensor,
 
     session.call = call
     session.step({0: prompt}, fresh=True)
-    distance = _distance(model.compute_logits(metadata["hidden"]).float(), expected)
+    what = "its head cannot be run apart from its backbone"
+    try:
+        distance = _distance(model.compute_logits(metadata["hidden"]).float(), expected)
+    except Exception as error:
+        raise Unsupported(f"{what} ({in_a_line(error)})", where=_name(model), do=WRITE) from error
     if not distance <= bound:
-        raise Unsupported(
-            f"its head cannot be run apart from its backbone (logits {distance:.2g} from its own forward's)",
-            where=_name(model),
-            do=WRITE,
-        )
+        raise Unsupported(f"{what} (logits {distance:.2g} from its own forward's)", where=_name(model), do=WRITE)
 
 
 @contextmanager

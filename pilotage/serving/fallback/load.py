@@ -10,7 +10,7 @@ import torch
 
 from pilotage.core.errors import Unsupported, WeightError
 from pilotage.serving.fallback.check import Proof, prove
-from pilotage.serving.fallback.model import WRITE, FallbackForCausalLM, require_length
+from pilotage.serving.fallback.model import WRITE, FallbackForCausalLM, in_a_line, require_length
 
 _LOG = logging.getLogger("vllm.pilotage")
 
@@ -41,11 +41,9 @@ def load(checkpoint: Path, *, dtype: torch.dtype, max_model_len: int, free_bytes
             experts_implementation="eager",
             output_loading_info=True,
         )
-    except (ValueError, TypeError, KeyError, ImportError, NotImplementedError) as error:
+    except Exception as error:
         raise Unsupported(
-            f"transformers does not load it ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})",
-            where=str(checkpoint),
-            do=WRITE,
+            f"transformers does not load it ({in_a_line(error)})", where=str(checkpoint), do=WRITE
         ) from error
     absent = sorted(map(str, info["missing_keys"] or ())) + sorted(map(str, info["mismatched_keys"] or ()))
     if absent:

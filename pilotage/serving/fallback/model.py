@@ -48,11 +48,14 @@ class FallbackForCausalLM(nn.Module):
         self.step = attention.Step()
         self.config = hf.config
         self._takes = _arguments(hf)
+        self._base: list[nn.Module] = []  # the backbone; in a list so that it is no second submodule
         self.layers = self._learn()
 
     def _learn(self) -> list[attention.Layer]:
         name = type(self.hf).__name__
         _require_decoder(self.hf.config, name)
+        if not self._takes & {"position_ids", "kwargs"}:
+            raise Unsupported("its forward takes no positions, but counts by itself", where=name, do=WRITE)
         attention.use(self.hf, attention.LEARN)
         ids = torch.arange(3, 3 + _PROBE_TOKENS)
         with attention.learning() as notes:
@@ -61,9 +64,8 @@ class FallbackForCausalLM(nn.Module):
             except Unsupported:
                 raise
             except Exception as error:
-                first = str(error).splitlines()[0] if str(error) else ""
                 raise Unsupported(
-                    f"its forward cannot be run on token ids and positions alone ({type(error).__name__}: {first})",
+                    f"its forward cannot be run on token ids and positions alone ({in_a_line(error)})",
                     where=name,
                     do=WRITE,
                 ) from error
@@ -126,17 +128,22 @@ class FallbackForCausalLM(nn.Module):
         some = keep is not None and "logits_to_keep" in self._takes
         if some:
             arguments["logits_to_keep"] = keep
-        seen: list[Tensor] = []
-        base = getattr(self.hf, self.hf.base_model_prefix)
-        handle = base.register_forward_hook(lambda _m, _a, out: seen.append(out[0]))
+        seen: list[tuple[nn.Module, Tensor]] = []
+        handles = [
+            module.register_forward_hook(lambda module, _, out: seen.append((module, out[0])))
+            for module in self._base or _backbones(self.hf)
+        ]
         try:
             with torch.no_grad():
                 logits = self.hf(**arguments, return_dict=True).logits[0]
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
         if keep is not None and not some:
             logits = logits[keep]
-        return seen[0][0], logits
+        module, hidden = seen[-1]  # where one holds the other, the outer one ends last
+        self._base = [module]
+        return hidden[0], logits
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embed input_ids [T] -> [T, D]."""
@@ -150,13 +157,17 @@ class FallbackForCausalLM(nn.Module):
 
     @contextmanager
     def _backbone_gives(self, hidden: Tensor) -> Iterator[None]:
-        base = getattr(self.hf, self.hf.base_model_prefix)
+        (base,) = self._base
         before = base.__dict__.get("forward")
 
-        def forward(*_: Any, **__: Any) -> Any:
-            from transformers.modeling_outputs import MoeModelOutputWithPast
+        from transformers.modeling_outputs import BaseModelOutput
 
-            return MoeModelOutputWithPast(last_hidden_state=hidden[None])
+        class Output(BaseModelOutput):
+            def __getattr__(self, name: str) -> None:
+                """Whatever else a model hands on (router logits, cross attentions): there is none."""
+
+        def forward(*_: Any, **__: Any) -> Any:
+            return Output(last_hidden_state=hidden[None])
 
         base.forward = forward
         try:
@@ -189,6 +200,19 @@ class FallbackForCausalLM(nn.Module):
             raise ConfigError(f"layers and pages do not match: {', '.join(odd)}", where="bind_kv_cache")
         for name, (k_cache, v_cache) in kv_caches.items():
             layers[name].kv_cache = (k_cache, v_cache)
+
+
+def in_a_line(error: Exception) -> str:
+    """Say an error of other people's code within a sentence."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:160] if text else ''}"
+
+
+def _backbones(hf: Any) -> list[nn.Module]:
+    """What may be the part of a model between token ids and the hidden states that its head reads."""
+    found = [getattr(hf, name, None) for name in (hf.base_model_prefix, "model", "transformer")]
+    found.append(hf.get_decoder() if hasattr(hf, "get_decoder") else None)
+    return list({id(one): one for one in found if isinstance(one, nn.Module) and one is not hf}.values())
 
 
 def _arguments(hf: Any) -> set[str]:

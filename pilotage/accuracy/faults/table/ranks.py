@@ -55,10 +55,8 @@ def _not_summed(model: Any) -> None:
 
 
 def _down_bias_on_every_rank(model: Any) -> None:
-    from types import SimpleNamespace
-
     for layer in model.model.layers:
-        layer.mlp.experts.group = SimpleNamespace(rank=0, world_size=2)
+        layer.mlp.experts.adds_bias = True
 
 
 def _vocabulary_one_off(model: Any) -> None:

@@ -6,12 +6,13 @@ MODEL ?= gemma3-270m
 # those with engines come before the many small ones.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup demo test test-all check format docs clean
+.PHONY: help setup demo test test-all test-upstream check format docs clean
 
 help:
 	@echo "make demo      set everything up and onboard $(MODEL), from checkpoint to report"
 	@echo "make test      set everything up and run the tests (under 15 minutes on 2 cores)"
 	@echo "make test-all  the slow tests too: real weights, 20 seeds of every model, full fault table"
+	@echo "make test-upstream  vLLM's own tests against this target; counts go to docs/upstream.md"
 	@echo "make check     formatting, lint, types, import layers"
 	@echo "make format    apply the formatting"
 	@echo "make docs      regenerate what is generated in docs/ and README tables"
@@ -36,6 +37,9 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+test-upstream: setup
+	$(BIN)/python tests/upstream/run.py
 
 format: setup
 	$(BIN)/ruff format .

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pilotage.core.config import TargetConfig
-from pilotage.core.errors import BadInput
+from pilotage.core.errors import BadInput, WeightError
 from pilotage.serving import memory
 
 if TYPE_CHECKING:
@@ -81,7 +81,27 @@ def load_model(vllm_config: VllmConfig) -> tuple[torch.nn.Module, Any]:
     ledger = model.load_weights(str(checkpoint(model_config.model)), torch.device("cpu"))
     model.eval()
     model.requires_grad_(False)
+    require_finite(model, model_config.model)
     return model, ledger
+
+
+def require_finite(model: torch.nn.Module, where: str) -> None:
+    """Raise if a weight is NaN or infinite: a model that has one answers every request with nonsense.
+
+    Raises:
+        WeightError: names the parameters.
+    """
+    bad = []
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in (torch.float32, torch.bfloat16, torch.float16) and parameter.numel():
+            low, high = torch.aminmax(parameter)  # NaN anywhere makes both NaN
+            if not bool(torch.isfinite(low) & torch.isfinite(high)):
+                bad.append(name)
+    if bad:
+        named = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
+        raise WeightError(
+            f"not finite (NaN or infinity): {named}", where=where, do="the checkpoint is damaged: fetch it again"
+        )
 
 
 def checkpoint(model: str) -> Path:

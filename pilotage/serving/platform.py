@@ -14,7 +14,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from pilotage.core.config import TargetConfig
 from pilotage.core.errors import BadInput, PilotageError, Unsupported
-from pilotage.serving import buckets, device_sampling, layout, speculation, threads
+from pilotage.serving import buckets, device_sampling, layout, speculation, targets, threads
 from pilotage.serving.speculation import DRAFTS_KEY
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class PilotagePlatform(Platform):
         """Set what must be in place before vLLM builds its configuration."""
         _set_batch_defaults()
         _print_own_errors_without_trace()
+        if parser is not None and any(action.dest == "host" for action in parser._actions):
+            parser.set_defaults(host="127.0.0.1")  # vLLM's own default is every interface of the machine
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -60,9 +62,11 @@ class PilotagePlatform(Platform):
         Raises:
             ConfigError: unknown or contradictory settings.
             Unsupported: a feature of vLLM that this target lacks.
+            Unavailable: the target that the environment names lacks its packages.
         """
         from vllm.config import CompilationMode, CUDAGraphMode
 
+        targets.require(targets.select())
         config = TargetConfig.from_additional_config(vllm_config.additional_config)
         model_config = vllm_config.model_config
         parallel, scheduler, cache = (

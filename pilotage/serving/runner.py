@@ -52,6 +52,7 @@ class ModelRunner:
         model: torch.nn.Module,
         kv_cache_config: KVCacheConfig,
         caches: Mapping[str, list[Tensor]],
+        draft_model: torch.nn.Module | None = None,
     ) -> None:
         """Prepare the batch and the graphs; nothing is compiled yet.
 
@@ -60,6 +61,7 @@ class ModelRunner:
             model: loaded, with its KV cache bound.
             kv_cache_config: vLLM's plan of the KV cache.
             caches: layer name -> [keys, values], as bound to the model.
+            draft_model: loaded, where `speculative_config` names one.
         """
         model_config, scheduler = vllm_config.model_config, vllm_config.scheduler_config
         self.config = TargetConfig.from_additional_config(vllm_config.additional_config)
@@ -85,9 +87,15 @@ class ModelRunner:
             "max_num_seqs",
         )
         self.tokens_per_req = speculation.tokens_per_req(vllm_config)
-        self.proposer = speculation.proposer(vllm_config)
         self.rejection_sampler = RejectionSampler(self.sampler, vllm_config.speculative_config)
         self.prefill_seqs = min(self.config.max_prefill_seqs, scheduler.max_num_seqs)
+        self.proposer = speculation.proposer(
+            vllm_config,
+            draft_model,
+            token_buckets=self.token_buckets,
+            seq_buckets=self.seq_buckets,
+            prefill_seqs=self.prefill_seqs,
+        )
         self.probing = Probing(
             model,
             self.config,
@@ -336,6 +344,8 @@ class ModelRunner:
             Seconds spent on the graphs.
         """
         seconds = self.graphs.warm_up()
+        if self.proposer is not None:
+            seconds += self.proposer.warm_up()
         capture = self.config.tensor_capture
         if self.probing.taps is not None:
             seconds += self._prove()

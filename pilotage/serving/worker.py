@@ -24,9 +24,10 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from pilotage import parallel
 from pilotage.core import store
 from pilotage.core.errors import PilotageError
-from pilotage.serving import kv, layout, loading, memory, threads
+from pilotage.serving import kv, layout, loading, memory, speculation, threads
 from pilotage.serving.kv_read import KVReader
 from pilotage.serving.runner import ModelRunner
+from pilotage.serving.speculation import draft
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -66,6 +67,7 @@ class PilotageWorker(WorkerBase):
     load_s: float
     compile_s: float | None = None
     kv_reader: KVReader | None = None
+    draft_model: torch.nn.Module | None = None
 
     @_explained
     def init_device(self) -> None:
@@ -92,6 +94,8 @@ class PilotageWorker(WorkerBase):
         start = time.perf_counter()
         with set_current_vllm_config(self.vllm_config):
             self.model, self.ledger = loading.load_model(self.vllm_config)
+            if speculation.needs_model(self.vllm_config):
+                self.draft_model, _ = loading.load_model(draft.config_of_draft(self.vllm_config))
         self.load_s = time.perf_counter() - start
 
     def get_model(self) -> torch.nn.Module:
@@ -107,6 +111,8 @@ class PilotageWorker(WorkerBase):
     @_explained
     def determine_available_memory(self) -> int:
         free = memory.free_bytes() // layout.ranks_on_this_machine(self.vllm_config)
+        if self.draft_model is not None:
+            free -= draft.cache_bytes(self.draft_model, self.vllm_config)
         return kv.available_bytes(self.vllm_config, self.kv_specs, free)
 
     @_explained
@@ -115,7 +121,7 @@ class PilotageWorker(WorkerBase):
         caches = kv.allocate(kv_cache_config, self.kv_specs)
         self.model.bind_kv_cache(caches)
         self.caches, self.kv_cache_config = caches, kv_cache_config
-        self.runner = ModelRunner(self.vllm_config, self.model, kv_cache_config, caches)
+        self.runner = ModelRunner(self.vllm_config, self.model, kv_cache_config, caches, self.draft_model)
 
     @_explained
     def compile_or_warm_up_model(self) -> CompilationTimes:
@@ -210,4 +216,6 @@ class PilotageWorker(WorkerBase):
             "threads": torch.get_num_threads(),
             "num_blocks": self.cache_config.num_gpu_blocks,
         }
+        if getattr(self.model, "fallback", False):  # no model package: say so, and what was proven at load
+            receipt["fallback"] = vars(self.model.proof)
         return json.loads(json.dumps(receipt, default=str))

@@ -102,6 +102,16 @@ def test_seeded_samples_repeat_and_do_not_depend_on_the_batch(served: tuple[Path
     assert together[:2] == alone
 
 
+def test_samples_with_ngrams_are_distributed_as_without(served: tuple[Path, Any], oracle: Any) -> None:
+    path, llm = served
+    (part,) = prompts_of((6,), seed=43)
+    prompt = part * 5
+    before = drafts(llm)
+    (output,) = generate(llm, [prompt], 3, n=900, temperature=1.0, top_k=12)
+    check_pairs(oracle(path), prompt, [choice.token_ids for choice in output.outputs], 12)
+    assert drafts(llm)[0] > before[0]
+
+
 def test_preemption_with_drafts(tiny: Callable[..., Path], oracle: Any) -> None:
     path = tiny("llama3")
     prompts = repeating(seed=25)[:4]
@@ -131,3 +141,79 @@ def test_compiled(tiny: Callable[..., Path], oracle: Any) -> None:
         outputs = generate(llm, prompts, 24)
         assert drafts(llm)[1] > 0
     check_tokens(outputs, [oracle(path).greedy(prompt, 24) for prompt in prompts])
+
+
+@pytest.fixture(scope="module")
+def drafted(tiny: Callable[..., Path]) -> Iterator[tuple[Path, Any]]:
+    """A draft model that is the served one with some noise on its weights: often right, often wrong."""
+    path = tiny("gemma3")
+    speculative = {"method": "draft_model", "model": str(noisy(path)), "num_speculative_tokens": 3}
+    with engine(path, speculative) as llm:
+        yield path, llm
+
+
+def noisy(path: Path) -> Path:
+    """Copy a checkpoint with noise on its weights."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    copy = path.with_name(f"{path.name}-noisy")
+    if not copy.exists():
+        shutil.copytree(path, copy)
+        generator = torch.Generator().manual_seed(0)
+        for file in copy.glob("*.safetensors"):
+            weights = load_file(file)
+            for name, weight in weights.items():
+                weights[name] = weight + 0.04 * weight.std() * torch.randn(weight.shape, generator=generator)
+            save_file(weights, file, metadata={"format": "pt"})
+    return copy
+
+
+def test_a_draft_model_changes_no_token(drafted: tuple[Path, Any], oracle: Any) -> None:
+    path, llm = drafted
+    prompts = prompts_of((1, 7, 33, 100, 48, 64, 20), seed=41)
+    references = [oracle(path).greedy(prompt, 30) for prompt in prompts]
+    check_tokens(generate(llm, prompts, 30), references)
+    counted, stood = drafts(llm)
+    assert 0 < stood < counted, (stood, counted)
+    check_tokens(generate(llm, prompts, 30), references)  # from the prefix cache, which holds nothing of the drafts
+    # To the last token that the engine can hold.
+    check_tokens(generate(llm, prompts[3:4], 60), [oracle(path).greedy(prompts[3], 60)])
+
+
+def test_samples_of_a_draft_model_are_distributed_as_without(drafted: tuple[Path, Any], oracle: Any) -> None:
+    """The second of three tokens is drafted; its distribution, given the first, is the model's own."""
+    path, llm = drafted
+    (prompt,) = prompts_of((21,), seed=42)
+    (output,) = generate(llm, [prompt], 3, n=900, temperature=1.0, top_k=12)
+    check_pairs(oracle(path), prompt, [choice.token_ids for choice in output.outputs], 12)
+    counted, stood = drafts(llm)
+    assert 0 < stood < counted
+
+
+def check_pairs(model: Any, prompt: list[int], found: list[Any], top_k: int) -> None:
+    """Chi-square of first tokens, and of second and third ones after the tokens that came most often before them."""
+    import math
+    from collections import Counter
+
+    looked_at = 0
+    begun: list[int] = []
+    for position in range(3):
+        tails = [tokens for tokens in found if list(tokens[:position]) == begun]
+        logits = model.logits([*prompt, *begun])[-1]
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
+        expected = logits.softmax(-1)
+        counts = torch.tensor([tokens[position] for tokens in tails]).bincount(minlength=len(expected))
+        assert counts[expected == 0].sum() == 0
+        mean = len(tails) * expected
+        big = mean >= 5
+        cells = [*zip(counts[big].tolist(), mean[big].tolist(), strict=True)]
+        if float(mean[~big].sum()) >= 5:
+            cells.append((int(counts[~big].sum()), float(mean[~big].sum())))
+        if len(cells) > 1:
+            statistic, freedom = sum((n - m) ** 2 / m for n, m in cells), len(cells) - 1
+            assert statistic < freedom + 5 * math.sqrt(2 * freedom) + 3, (position, statistic, freedom)
+            looked_at += 1
+        begun.append(Counter(tokens[position] for tokens in tails).most_common(1)[0][0])
+    assert looked_at >= 2

@@ -38,6 +38,10 @@ class Ngram:
     def __init__(self, *, count: int, shortest: int, longest: int, max_model_len: int) -> None:
         self.count, self.shortest, self.longest, self.max_model_len = count, shortest, longest, max_model_len
 
+    def warm_up(self) -> float:
+        """Do nothing: there is nothing to compile."""
+        return 0.0
+
     def propose(self, batch: InputBatch, rows: Sequence[int]) -> list[list[int]]:
         """Propose for every row of the batch; only `rows` get drafts."""
         drafts: list[list[int]] = [[] for _ in range(batch.num_reqs)]

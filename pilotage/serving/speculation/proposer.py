@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pilotage.core.errors import Unsupported
 from pilotage.serving.speculation.ngram import Ngram
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 DRAFTS_KEY = "pilotage_drafts"
-METHODS = ("ngram",)
+METHODS = ("ngram", "draft_model")
 
 
 class Proposer(Protocol):
@@ -21,6 +21,9 @@ class Proposer(Protocol):
 
     def propose(self, batch: InputBatch, rows: Sequence[int]) -> list[list[int]]:
         """Return drafts for every row of the batch; none for those that are not in `rows`."""
+
+    def warm_up(self) -> float:
+        """Get ready; returns the seconds spent."""
 
 
 def named(state: CachedRequestState, count: int) -> list[int] | None:
@@ -42,6 +45,11 @@ def tokens_per_req(vllm_config: VllmConfig) -> int:
     return 1 if speculative is None else 1 + int(speculative.num_speculative_tokens)
 
 
+def needs_model(vllm_config: VllmConfig) -> bool:
+    """Tell whether a second model is to be loaded."""
+    return vllm_config.speculative_config is not None and vllm_config.speculative_config.method == "draft_model"
+
+
 def require_supported(vllm_config: VllmConfig) -> None:
     """Raise where a configured way of speculating is not one of ours.
 
@@ -57,6 +65,8 @@ def require_supported(vllm_config: VllmConfig) -> None:
             where="speculative_config.method",
             do=f"use {' or '.join(METHODS)}",
         )
+    if speculative.method == "draft_model":
+        _require_same_shape(vllm_config)
     if speculative.rejection_sample_method != "standard":
         raise Unsupported(
             f"rejection_sample_method={speculative.rejection_sample_method!r} is not implemented on this target",
@@ -65,12 +75,47 @@ def require_supported(vllm_config: VllmConfig) -> None:
         )
 
 
-def proposer(vllm_config: VllmConfig) -> Proposer | None:
-    """Build what proposes drafts; None without speculation."""
+def _require_same_shape(vllm_config: VllmConfig) -> None:
+    """Raise where a draft model does not go with the served one."""
+    speculative, served = vllm_config.speculative_config, vllm_config.model_config
+    assert speculative is not None
+    where = "speculative_config"
+    ours, drafts = served.get_vocab_size(), speculative.draft_model_config.get_vocab_size()
+    if ours != drafts:
+        raise Unsupported(
+            f"the draft model has {drafts} tokens, the served one {ours}", where=where, do="use one of the same family"
+        )
+    ranks, draft_ranks = (
+        config.tensor_parallel_size for config in (vllm_config.parallel_config, speculative.draft_parallel_config)
+    )
+    if ranks != draft_ranks:
+        raise Unsupported(
+            f"draft_tensor_parallel_size={draft_ranks} beside {ranks} ranks", where=where, do=f"make it {ranks}"
+        )
+    if speculative.draft_sample_method != "greedy":
+        raise Unsupported(
+            f"draft_sample_method={speculative.draft_sample_method!r} is not implemented", where=where, do="remove it"
+        )
+    if served.enable_prompt_embeds:
+        raise Unsupported("a draft model cannot read prompt embeddings", where=where, do="remove enable_prompt_embeds")
+
+
+def proposer(vllm_config: VllmConfig, draft_model: Any, **sizes: Any) -> Proposer | None:
+    """Build what proposes drafts; None without speculation.
+
+    Args:
+        vllm_config: of the served model.
+        draft_model: loaded; None where the method needs none.
+        sizes: of `draft.DraftModel`.
+    """
     speculative = vllm_config.speculative_config
     if speculative is None:
         return None
     require_supported(vllm_config)
+    if speculative.method == "draft_model":
+        from pilotage.serving.speculation.draft import DraftModel
+
+        return DraftModel(draft_model, vllm_config, **sizes)
     assert speculative.prompt_lookup_min is not None and speculative.prompt_lookup_max is not None
     return Ngram(
         count=speculative.num_speculative_tokens,

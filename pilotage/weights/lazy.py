@@ -190,6 +190,8 @@ class LazyTensor:
         Ranges of the first two dimensions are cut while reading: rows read their own bytes only, columns pass whole
         rows through a small buffer. What else the index says is applied to that part.
         """
+        if not self.shape and index == slice(None):
+            return self._read(0, 1).clone()  # all of a scalar
         items = index if isinstance(index, tuple) else (index,)
         simple = len(items) <= len(self.shape) and all(isinstance(item, int | slice) for item in items)
         if not simple or not items or not _is_range(items[0]):

@@ -14,6 +14,7 @@ from twins import ATTENTION, BLOCK_SIZE, NAMES, hf_logits, hf_model, our_model, 
 
 import pilotage.functional as NF
 from pilotage.accuracy.testing import assert_close_three_way
+from pilotage.core.errors import PilotageError
 from pilotage.models.common import BackendConfig
 from pilotage.models.common.paging import PagedSession, build_metadata
 from pilotage.nn import unpack
@@ -74,7 +75,9 @@ def test_packed_projections_change_nothing(twin: Any) -> None:
     separate = our_model(path)
     for layer in separate.model.layers:
         # Latent attention has no projections that share an input and are divided.
-        for linear in (getattr(layer.self_attn, "q_proj", None), getattr(layer.mlp, "gate_proj", None)):
+        alone = getattr(layer.self_attn, "kv_source", None) is not None  # the queries of a layer without keys
+        query = None if alone else getattr(layer.self_attn, "q_proj", None)
+        for linear in (query, getattr(layer.mlp, "gate_proj", None)):
             if linear is not None:  # experts have none
                 assert linear.__dict__["packed"] is not None
                 unpack(linear)
@@ -194,6 +197,11 @@ def test_plain_torch_layers_give_the_same(twin: Any) -> None:
 def test_the_other_arguments_of_forward(twin: Any) -> None:
     """A plain dictionary as metadata, hidden rows, embedded prompts and a mask of the logits."""
     _, streams, expected, model = twin
+    if getattr(model.config, "per_layer_input_size", 0):
+        none = torch.zeros(1)
+        with pytest.raises(PilotageError, match="token ids"):
+            model(none, none, {}, none, inputs_embeds=none, is_token_ids=none)
+        return
     session, ids = session_of(model), streams[2]
     context = build_metadata(
         session.layer_names,

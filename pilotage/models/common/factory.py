@@ -63,4 +63,5 @@ class ServedByVllm(nn.Module):
         else:
             plain = copy.deepcopy(hf_config)
             del plain.quantization_config
+            plain._name_or_path = ""  # where it is read from a file again, that still says it
         return dataclasses.replace(cls.config_class.from_configs(plain, neuron_config), fp8=scheme)

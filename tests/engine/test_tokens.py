@@ -24,7 +24,8 @@ MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistr
 
 
 @pytest.fixture(
-    scope="module", params=["llama3", "gemma3", "gemma4", "qwen3", "qwen2", "qwen3_moe", "gpt_oss", "deepseek_v3", *MORE]
+    scope="module",
+    params=["llama3", "gemma3", "gemma4", "qwen3", "qwen2", "qwen3_moe", "gpt_oss", "deepseek_v3", *MORE],
 )
 def served(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Iterator[tuple[Path, Any]]:
     path = tiny(request.param)

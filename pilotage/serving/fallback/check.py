@@ -92,7 +92,7 @@ def _prove(model: FallbackForCausalLM, max_model_len: int) -> Proof:
 _WHY = {
     "alone": "what it computes depends on more than the attention interface hands over",
     "packed": "requests of one batch influence each other, or positions are not taken as given",
-    "in chunks": "it remembers more than keys and values between steps",
+    "in chunks": "it remembers more than keys and values between steps, or positions are not taken as given",
 }
 
 

@@ -253,8 +253,8 @@ def markdown(found: Sequence[Row]) -> str:
     counts = {state: sum(row.state == state for row in found) for state in (SERVED, REFUSED, UNTRIED, WRONG)}
     lines = [
         f"transformers {transformers.__version__}, {len(found)} architectures: {counts[SERVED]} served with tokens "
-        f"equal to Hugging Face's, {counts[REFUSED]} refused with the reason, {counts[UNTRIED]} of which no tiny "
-        f"checkpoint could be built, {counts[WRONG]} served with other tokens.",
+        f"equal to Hugging Face's, {counts[REFUSED]} refused with the reason, {counts[UNTRIED]} not tried "
+        f"because no tiny checkpoint could be built, {counts[WRONG]} served with other tokens.",
         "",
         "| architecture | fallback | sliding window | package | why not |",
         "|---|---|---|---|---|",

@@ -18,15 +18,17 @@ from pilotage.core.errors import Unsupported
 # name -> which dimension runs over hidden channels; biases of projections into the residual stream included.
 _HIDDEN_DIM = (
     (r"(.*\.)?embed_tokens\.weight|lm_head\.weight", 1),
-    (r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight", 1),
+    (r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj|q_a_proj|kv_a_proj_with_mqa)\.weight", 1),
     (r".*\.(o_proj|down_proj)\.(weight|bias)", 0),
     (r".*\.(gate|router)\.weight", 1),
+    (r".*\.(per_layer_input_gate|per_layer_model_projection)\.weight", 1),
+    (r".*\.per_layer_projection\.weight", 0),
     (r".*\.experts\.down_proj_bias", 1),
-    (r"(.*\.)?(\w+layernorm|norm)\.weight", 0),
+    (r"(.*\.)?(\w+layernorm|norm|post_per_layer_input_norm)\.weight", 0),
 )
 _NO_HIDDEN_DIM = (
-    r".*\.((q_norm|k_norm)\.weight|(q_proj|k_proj|v_proj|gate_proj|up_proj|router)\.bias"
-    r"|sinks|experts\.gate_up_proj_bias)"
+    r".*\.((q_norm|k_norm|q_a_layernorm|kv_a_layernorm|q_b_proj|kv_b_proj)\.weight|(q_proj|k_proj|v_proj|gate_proj|up_proj|router)\.bias"
+    r"|embed_tokens_per_layer\.weight|per_layer_projection_norm\.weight|sinks|experts\.gate_up_proj_bias)"
 )
 
 
@@ -68,28 +70,54 @@ def permute_inner(model: Any, seed: int) -> None:
     """
     generator = torch.Generator().manual_seed(seed)
     plan: list[tuple[Tensor, int, Tensor]] = []
+    # Where layers read keys and values of others, their order is left alone.
+    shared = any(getattr(layer.self_attn, "is_kv_shared_layer", False) for layer in _layers(model))
     for index, layer in enumerate(_layers(model)):
         try:
-            attention = layer.self_attn
-            q, k, v, o = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
-            head = int(attention.head_dim)
-            blocks = _inner_channels(layer.mlp, model.get_input_embeddings().weight.shape[1], generator)
+            if hasattr(layer.self_attn, "kv_b_proj"):
+                plan += _latent_heads(layer.self_attn, generator)
+            else:
+                plan += _heads(layer.self_attn, generator, queries_only=shared)
+            plan += _inner_channels(layer.mlp, model.get_input_embeddings().weight.shape[1], generator)
         except AttributeError as error:
             raise Unsupported(f"unknown structure ({error})", where=f"layers.{index}") from error
-        kv_heads, queries = k.weight.shape[0] // head, q.weight.shape[0] // head
-        group = queries // kv_heads
-        kv_order = torch.randperm(kv_heads, generator=generator)
-        q_order = torch.cat([kv * group + torch.randperm(group, generator=generator) for kv in kv_order.tolist()])
-        q_rows, kv_rows = _rows(q_order, head), _rows(kv_order, head)
-        for module, rows in ((q, q_rows), (k, kv_rows), (v, kv_rows)):
-            plan.append((module.weight, 0, rows))
-            if module.bias is not None:
-                plan.append((module.bias, 0, rows))
-        if getattr(attention, "sinks", None) is not None:
-            plan.append((attention.sinks, 0, q_order))
-        plan += [(o.weight, 1, q_rows), *blocks]
     for parameter, dim, order in plan:
         _permute(parameter, dim, order)
+
+
+def _heads(
+    attention: Any, generator: torch.Generator, *, queries_only: bool = False
+) -> list[tuple[Tensor, int, Tensor]]:
+    """Plan the permutation of key/value heads, unless `queries_only`, and of the query heads of each."""
+    q, o = attention.q_proj, attention.o_proj
+    head = int(attention.head_dim)
+    queries, group = q.weight.shape[0] // head, int(attention.num_key_value_groups)
+    kv_heads = queries // group
+    kv_order = torch.arange(kv_heads) if queries_only else torch.randperm(kv_heads, generator=generator)
+    q_order = torch.cat([kv * group + torch.randperm(group, generator=generator) for kv in kv_order.tolist()])
+    q_rows, kv_rows = _rows(q_order, head), _rows(kv_order, head)
+    found = [(o.weight, 1, q_rows)]
+    moved = [(q, q_rows)] if queries_only else [(q, q_rows), (attention.k_proj, kv_rows), (attention.v_proj, kv_rows)]
+    for module, rows in moved:
+        found.append((module.weight, 0, rows))
+        if module.bias is not None:
+            found.append((module.bias, 0, rows))
+    if getattr(attention, "sinks", None) is not None:
+        found.append((attention.sinks, 0, q_order))
+    return found
+
+
+def _latent_heads(attention: Any, generator: torch.Generator) -> list[tuple[Tensor, int, Tensor]]:
+    """Plan the permutation of the heads of latent attention, which share keys and values before their expansion."""
+    q = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
+    value = int(attention.v_head_dim)
+    heads = attention.o_proj.weight.shape[1] // value
+    order = torch.randperm(heads, generator=generator)
+    return [
+        (q.weight, 0, _rows(order, q.weight.shape[0] // heads)),
+        (attention.kv_b_proj.weight, 0, _rows(order, attention.kv_b_proj.weight.shape[0] // heads)),
+        (attention.o_proj.weight, 1, _rows(order, value)),
+    ]
 
 
 def _inner_channels(mlp: Any, hidden_size: int, generator: torch.Generator) -> list[tuple[Tensor, int, Tensor]]:
@@ -108,6 +136,8 @@ def _inner_channels(mlp: Any, hidden_size: int, generator: torch.Generator) -> l
         (experts.gate_up_proj, 2 if inputs_first else 1, both),
         (experts.down_proj, 1 if inputs_first else 2, inner),
     ]
+    if (shared := getattr(mlp, "shared_experts", None)) is not None:
+        found += _inner_channels(shared, hidden_size, generator)
     bias = getattr(experts, "gate_up_proj_bias", None)
     return found if bias is None else [*found, (bias, 1, both)]
 

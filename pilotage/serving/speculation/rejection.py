@@ -164,6 +164,7 @@ def recovered(
         inverse: [B, V] 1 / exponential noise; the largest product with a distribution is a draw from it.
         vocab_size, BLOCK_SIZE, NO_DRAFT_PROBS, USE_FP64_GUMBEL: of vLLM's own kernel.
     """
+    output, drafts = output.view(-1), drafts.flatten()
     for row, (start, stop) in enumerate(_spans(ends)):
         if start == stop:
             continue

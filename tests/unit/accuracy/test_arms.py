@@ -77,7 +77,9 @@ def test_where_sdpa_does_not_fit_eager_is_the_reference_and_another_order_of_it_
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma3", "qwen2", "qwen3", "gpt_oss", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama3", "gemma3", "qwen2", "qwen3", "gpt_oss", "qwen3_moe", "mixtral", "deepseek_v3", "gemma4"]
+)
 @pytest.mark.parametrize("change", [symmetry.permute_hidden, symmetry.permute_inner])
 def test_permutations_move_rounding_and_nothing_else(
     name: str, change: Callable[[object, int], None], tiny: Callable[..., Path]

@@ -58,7 +58,7 @@ def raw(tiny: Tiny, name: str, **edits: Any) -> dict[str, Any]:
         ("llama3", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config: 'fp8'"),
         ("llama3", {"num_key_value_heads": 4}, r"num_key_value_heads: 4 key/value heads do not divide 6"),
         ("qwen3", {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, r"layer_types.*chunked_attention"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"quantization_config: 'mxfp4'"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, r"quantization_config: 'awq'"),
         ("gpt_oss", {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, r"layer_types.*chunked_attention"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config: 'fp8'"),
         ("deepseek_v3", {"n_group": 3}, r"n_group: 3 groups do not divide 8 experts"),

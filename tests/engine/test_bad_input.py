@@ -44,9 +44,16 @@ def test_buckets_above_the_limit(tiny: Callable[..., Path]) -> None:
 
 
 def test_unknown_architecture(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    # One that vLLM knows and no package here serves.
+    # One that vLLM knows, and neither a package here nor transformers.
+    path = edited(tiny("llama3"), tmp_path / "m", architectures=["OrionForCausalLM"])
+    with pytest.raises(Unsupported, match=r"no model package for architecture OrionForCausalLM .*Gemma3ForCausalLM"):
+        start(path)
+
+
+def test_an_architecture_that_is_not_that_of_the_model_type(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """transformers would serve it as the model of its type, silently."""
     path = edited(tiny("llama3"), tmp_path / "m", architectures=["OlmoForCausalLM"])
-    with pytest.raises(Unsupported, match=r"no model package for architecture OlmoForCausalLM .*Gemma3ForCausalLM"):
+    with pytest.raises(Unsupported, match=r"architecture OlmoForCausalLM and model type llama"):
         start(path)
 
 

@@ -45,6 +45,14 @@ def load(checkpoint: Path, *, dtype: torch.dtype, max_model_len: int, free_bytes
         raise Unsupported(
             f"transformers does not load it ({in_a_line(error)})", where=str(checkpoint), do=WRITE
         ) from error
+    stated = hf.config.architectures or []
+    if stated and type(hf).__name__ not in stated:  # transformers goes by the type, vLLM by the architecture
+        raise Unsupported(
+            f"its config.json says architecture {', '.join(stated)} and model type {hf.config.model_type}, of which "
+            f"transformers makes {type(hf).__name__}",
+            where=str(checkpoint),
+            do="correct config.json",
+        )
     absent = sorted(map(str, info["missing_keys"] or ())) + sorted(map(str, info["mismatched_keys"] or ()))
     if absent:
         raise WeightError(

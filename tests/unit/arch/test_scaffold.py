@@ -134,10 +134,10 @@ def source_tree(tmp_path: Path) -> Path:
 
 def test_in_the_tree(tmp_path: Path) -> None:
     root = source_tree(tmp_path)
-    made = scaffold("gemma4", MODELS["gemma4x"], root=root)
-    assert made.package == "pilotage.models.gemma4"
-    assert (root / "pilotage/models/gemma4/README.md").is_file()
-    assert made.tests == root / "tests/parity/test_gemma4.py" and made.tests.is_file()
+    made = scaffold("gemma5", MODELS["gemma4x"], root=root)
+    assert made.package == "pilotage.models.gemma5"
+    assert (root / "pilotage/models/gemma5/README.md").is_file()
+    assert made.tests == root / "tests/parity/test_gemma5.py" and made.tests.is_file()
     assert "added to pilotage/models/registry.py" in made.notes[0]
     code = (
         "from pilotage.models import registry\n"
@@ -145,7 +145,7 @@ def test_in_the_tree(tmp_path: Path) -> None:
         "print(entry.origin, entry.load().__module__)\n"
     )
     result = run(sys.executable, "-c", code, path=root)
-    assert result.stdout.split() == ["pilotage", "pilotage.models.gemma4.factory"], result.stderr
+    assert result.stdout.split() == ["pilotage", "pilotage.models.gemma5.factory"], result.stderr
     for command in (("check",), ("format", "--check")):
         written = [str(path) for path in made.files if path.suffix == ".py"]
         result = run(sys.executable, "-m", "ruff", *command, "--config", str(root / "pyproject.toml"), *written)

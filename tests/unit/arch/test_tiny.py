@@ -22,6 +22,7 @@ SHA256 = {
     "deepseek_v3": "5960c7f0c870c451",
     "gemma2": "02f0f519fe8d0abc",
     "gemma3": "d3c81178ccb94a50",
+    "gemma4": "b0a095099b17f951",
     "gpt_oss": "34e7d48670750528",
     "llama3": "bc9386e201a702ab",
     "mistral": "bc9386e201a702ab",  # the weights of llama3; what differs is their use
@@ -65,7 +66,10 @@ def test_transformers_finds_every_tensor_in_its_shape(tiny: Callable[..., Path],
     _, info = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     config = load(path).config
-    assert config.head_dim * config.num_attention_heads != config.hidden_size
+    # Heads may differ by layer.
+    layers = getattr(config, "per_layer_config", None) or [config]
+    layers = [layers[index] for index in range(config.num_hidden_layers)] if len(layers) > 1 else layers
+    assert all(layer.head_dim * layer.num_attention_heads != config.hidden_size for layer in layers)
     assert config.hidden_size & (config.hidden_size - 1)
 
 

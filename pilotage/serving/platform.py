@@ -24,6 +24,8 @@ BLOCK_SIZE = 32
 # vLLM's defaults (256 requests, 8,192 tokens) would compile 19 graphs, most of which two cores never fill.
 DEFAULT_MAX_NUM_SEQS = 16
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+# Weights that a model package makes plain ones of while loading, by vLLM's names.
+_DEQUANTISED = ("fp8", "compressed-tensors", "mxfp4", "gpt_oss_mxfp4")
 FORCE_KEY = "pilotage_force"
 PROMPT_KEY = "pilotage_prompt"
 
@@ -229,13 +231,25 @@ def _salt(config: TargetConfig) -> str | None:
     return f"pilotage-{hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()[:16]}-"
 
 
+def _has_package(architectures: list[str]) -> bool:
+    from pilotage.serving import loading
+
+    return loading.find_factory(architectures) is not None
+
+
 def _refuse_unsupported(vllm_config: VllmConfig) -> None:
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
     refusals = [
         (model_config.runner_type != "generate", f"runner {model_config.runner_type!r}", "use a generative model"),
         (vllm_config.lora_config is not None, "LoRA", "merge the adapter into the checkpoint"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "use tensor_parallel_size"),
-        (model_config.quantization is not None, f"quantization {model_config.quantization!r}", "use bf16 or fp32"),
+        (
+            # A package's factory reads the checkpoint's scheme itself, and refuses what it does not dequantise.
+            model_config.quantization is not None
+            and not (model_config.quantization in _DEQUANTISED and _has_package(model_config.architectures)),
+            f"quantization {model_config.quantization!r} of {', '.join(model_config.architectures)}",
+            "use bf16 or fp32",
+        ),
         (
             vllm_config.cache_config.cache_dtype != "auto",
             f"kv_cache_dtype={vllm_config.cache_config.cache_dtype!r}",

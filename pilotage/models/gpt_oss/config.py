@@ -9,6 +9,8 @@ from pilotage.models.common.config import MoEConfig
 from pilotage.models.common.reading import read, refusal
 
 _BEYOND = ("attention_bias", "attention_output_bias", "num_experts", "quantization")
+# The checkpoint's own name, and what vLLM overwrites it with in the config that it hands on.
+_MXFP4 = ("mxfp4", "gpt_oss_mxfp4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +39,11 @@ class GptOssConfig(MoEConfig):
                 quantisation than MXFP4 among them.
         """
         spec = read(hf_config, beyond=_BEYOND, layer_types=("full_attention", "sliding_attention"))
-        if spec.quantization not in (None, "mxfp4"):
+        if spec.quantization not in (None, *_MXFP4):
             raise refusal(spec, "quantization", f"{spec.quantization!r} is not implemented by this model", do="mxfp4")
         return cls.from_moe_spec(
             spec,
             swiglu_alpha=spec.swiglu_alpha,
             swiglu_limit=spec.swiglu_limit,
-            mxfp4=spec.quantization == "mxfp4",
+            mxfp4=spec.quantization in _MXFP4,
         )

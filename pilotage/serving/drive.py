@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pilotage.core.errors import PilotageError
+from pilotage.serving.speculation import DRAFTS_KEY
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 FORCE_KEY = "pilotage_force"
-DRAFTS_KEY = "pilotage_drafts"
 # A schedule that makes no progress for so many steps never will.
 STALLED = 64
 

@@ -24,8 +24,8 @@ from pilotage import functional
 from pilotage.core.config import TargetConfig
 from pilotage.core.errors import ConfigError, Unavailable, Unsupported
 from pilotage.core.progress import track
-from pilotage.serving import kv, parallel_compile, pieces
-from pilotage.serving.batch import StepInputs
+from pilotage.serving import buckets, kv, parallel_compile, pieces
+from pilotage.serving.batch import Forward, StepInputs
 from pilotage.serving.compile_cache import CompileCache, fingerprint, root
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ class Graphs:
                 inputs.add_sampling()
             if model_config.enable_prompt_embeds:
                 inputs.add_embeds(model_config.get_hidden_size(), model_config.dtype)
+        self.token_buckets, self.seq_buckets = tuple(token_buckets), tuple(seq_buckets)
         self.tokens_per_req = tokens_per_req
         self.compiled: dict[tuple[str, Key], Callable[..., tuple[Tensor, Tensor]]] = {}
         self.taps: Taps | None = None
@@ -100,6 +101,18 @@ class Graphs:
         self.table: list[dict[str, Any]] = []
         self._receipts: list[dict[str, Any]] = []
         functional.reset_receipt()
+
+    def inputs_for(self, forward: Forward) -> StepInputs:
+        """Return the inputs of the smallest graph that holds a forward.
+
+        Raises:
+            ConfigError: it is over the largest bucket.
+        """
+        if forward.kind == "decode":
+            size = buckets.pick(self.seq_buckets, len(forward.rows), "num_seqs_buckets")
+        else:
+            size = buckets.pick(self.token_buckets, sum(forward.num_tokens), "num_batched_tokens_buckets")
+        return self.inputs[forward.kind, size]
 
     def warm_up(self) -> float:
         """Compile or load every graph and run it once on padding; returns the seconds spent.

@@ -155,12 +155,7 @@ class ModelRunner:
             decode_token_threshold=self.tokens_per_req,
         )
         for forward in forwards:
-            n = len(forward.rows)
-            if forward.kind == "decode":
-                size = buckets.pick(self.seq_buckets, n, "num_seqs_buckets")
-            else:
-                size = buckets.pick(self.token_buckets, sum(forward.num_tokens), "num_batched_tokens_buckets")
-            inputs = self.graphs.inputs[forward.kind, size]
+            inputs = self.graphs.inputs_for(forward)
             inputs.fill(
                 forward,
                 token_ids=rows.token_ids_cpu,

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from pilotage.serving import buckets
 from pilotage.serving.batch import Scheduled, split
 from pilotage.serving.graphs import Graphs
 
@@ -73,7 +72,7 @@ class DraftModel:
         own = config_of_draft(vllm_config)
         self.count = int(vllm_config.speculative_config.num_speculative_tokens)
         self.max_len = min(vllm_config.model_config.max_model_len, own.model_config.max_model_len)
-        self.token_buckets, self.seq_buckets, self.prefill_seqs = token_buckets, seq_buckets, prefill_seqs
+        self.token_buckets, self.prefill_seqs = token_buckets, prefill_seqs
         lanes, pages = vllm_config.scheduler_config.max_num_seqs, _pages(vllm_config)
         specs = model.get_kv_spec().layers
         caches: dict[str, list[Tensor]] = {
@@ -178,11 +177,7 @@ class DraftModel:
     ) -> dict[int, int]:
         found: Mapping[int, int] = {}
         for forward in split(step, max_tokens=self.token_buckets[-1], max_prefill_seqs=self.prefill_seqs):
-            if forward.kind == "decode":
-                size = buckets.pick(self.seq_buckets, len(forward.rows), "num_seqs_buckets")
-            else:
-                size = buckets.pick(self.token_buckets, sum(forward.num_tokens), "num_batched_tokens_buckets")
-            inputs = self.graphs.inputs[forward.kind, size]
+            inputs = self.graphs.inputs_for(forward)
             inputs.fill(forward, token_ids=tokens, num_computed=computed, block_tables=[tables])
             logits, _ = self.graphs.run(inputs)
             best = logits[: len(forward.rows)].float().argmax(-1).tolist()

@@ -1,0 +1,1 @@
+"""Training: the same definition, sharded, checkpointed and resumed."""

@@ -12,19 +12,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pilotage.core.errors import ConfigError, Unsupported
+from pilotage.core.errors import ConfigError
 
 SECTIONS = ("pilotage", "neuron_config")
 SAMPLING_PARAMETERS = ("temperature", "top_k", "top_p")
+SEGMENT_SIZES = (512, 1024, 2048, 4096)
+CONTEXT_STEP = 128
+# The settings that are bucket sizes, with an example of each.
+_BUCKETS = {
+    "num_batched_tokens_buckets": [16, 64, 256],
+    "num_seqs_buckets": [1, 4, 16],
+    "kv_segment_size_buckets": [512, 2048],
+    "decode_context_length_buckets": [256, 1024],
+}
 
 
 def _setting(default: Any, doc: str) -> Any:
-    return field(default=default, metadata={"doc": doc, "implemented": True})
-
-
-def _reserved(default: Any, doc: str) -> Any:
-    """Declare a documented key that only its default value is accepted for."""
-    return field(default=default, metadata={"doc": doc, "implemented": False})
+    return field(default=default, metadata={"doc": doc})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +51,18 @@ class TargetConfig:
         "Rows of the block table in every prefill graph: up to this many requests share one prefill forward; more are "
         "run in several.",
     )
-    kv_segment_size_buckets: tuple[int, ...] | None = _reserved(
-        None, "Prefill that reads cached keys in segments of these sizes. None: the whole prefix at once."
+    kv_segment_size_buckets: tuple[int, ...] | None = _setting(
+        None,
+        "Prefill graphs that read cached keys in segments of these sizes: of 512, 1024, 2048 and 4096, ascending, each "
+        "a multiple of `block_size` and below `max_model_len`. A batch with nothing cached runs in graphs that read no "
+        "cache; one in which every request fits into a segment, in the graphs of the smallest such segment; any other "
+        "goes through segments of the largest size. None: one graph reads the whole prefix at once.",
     )
-    decode_context_length_buckets: tuple[int, ...] | None = _reserved(
-        None, "Decode graphs by context length. None: one graph serves every length."
+    decode_context_length_buckets: tuple[int, ...] | None = _setting(
+        None,
+        "Decode graphs by context length: multiples of 128 below `max_model_len`, ascending; `max_model_len` itself is "
+        "added. A batch runs in the graphs of the shortest length that holds its longest request. None: one graph "
+        "serves every length.",
     )
     attention_dp_size: int = _setting(
         1,
@@ -86,6 +97,15 @@ class TargetConfig:
         "starts with `capture_start`. See docs/capture.md.",
     )
 
+    lazy_compile: bool = _setting(
+        False,
+        "Compile a graph when a batch first needs it, not at the start: for debugging, where few graphs are needed.",
+    )
+    unscaled_fp8_kv_cache: bool = _setting(
+        False,
+        "With `kv_cache_dtype=fp8`, store keys and values with scale 1.0 where the checkpoint has no `k_scale` and "
+        "`v_scale`; without this such a checkpoint is refused. See docs/kv-cache.md.",
+    )
     exact_taps: bool = _setting(
         False,
         "Compile so that taps change nothing, bit for bit, also in bf16: every operator rounds as it does without a "
@@ -102,7 +122,6 @@ class TargetConfig:
 
         Raises:
             ConfigError: a key is unknown (the nearest known one is named) or a value has the wrong type.
-            Unsupported: a documented key that is not implemented here has another value than its default.
         """
         if not isinstance(values, Mapping):
             raise ConfigError(f"expected an object with keys, got {type(values).__name__}", where=where)
@@ -113,14 +132,8 @@ class TargetConfig:
                 raise _unknown_key(key, known, where)
             if isinstance(value, list):
                 value = tuple(value)
-            if not known[key].metadata["implemented"] and value != known[key].default:
-                raise Unsupported(
-                    f"{key}={value!r} is not implemented; only {known[key].default!r} is",
-                    where=where,
-                    do=f"remove {key}",
-                )
             parsed[key] = value
-        for key in ("num_batched_tokens_buckets", "num_seqs_buckets"):
+        for key in _BUCKETS:
             if parsed.get(key) is not None:
                 _check_buckets(key, parsed[key], where)
         rows = parsed.get("max_prefill_seqs", known["max_prefill_seqs"].default)
@@ -130,8 +143,9 @@ class TargetConfig:
             size = parsed.get(key, 1)
             if not _is_positive_int(size) and not (key == "ep_degree" and size is None):
                 raise ConfigError(f"{key}={size!r} is not a positive integer", where=where)
-        if not isinstance(parsed.get("exact_taps", False), bool):
-            raise ConfigError(f"exact_taps={parsed['exact_taps']!r} is neither true nor false", where=where)
+        for key in ("lazy_compile", "unscaled_fp8_kv_cache", "exact_taps"):
+            if not isinstance(parsed.get(key, False), bool):
+                raise ConfigError(f"{key}={parsed[key]!r} is neither true nor false", where=where)
         if parsed.get("on_device_sampling_config") is not None:
             parsed["on_device_sampling_config"] = _sampling(parsed["on_device_sampling_config"], where)
         for key, names in _SECTION_KEYS.items():
@@ -230,7 +244,16 @@ def _check_buckets(key: str, sizes: Any, where: str) -> None:
         raise ConfigError(
             f"{key}={shown!r} is not a list of positive integers in ascending order",
             where=where,
-            do=f"write for instance {key}=[16, 64, 256]",
+            do=f"write for instance {key}={_BUCKETS[key]}",
+        )
+    if key == "kv_segment_size_buckets" and not set(sizes) <= set(SEGMENT_SIZES):
+        raise ConfigError(f"{key}={list(sizes)} has other sizes than {SEGMENT_SIZES}", where=where)
+    wrong = [size for size in sizes if size % CONTEXT_STEP]
+    if key == "decode_context_length_buckets" and wrong:
+        raise ConfigError(
+            f"{key}: {wrong[0]} is no multiple of {CONTEXT_STEP}",
+            where=where,
+            do=f"use {-(-wrong[0] // CONTEXT_STEP) * CONTEXT_STEP}",
         )
 
 

@@ -14,8 +14,10 @@ ENVIRONMENT = {
     "Also read as `VLLM_NEURON_COMPILE_CACHE`.",
     "PILOTAGE_COMPILE_WORKERS": "Processes that the compiler may use. Default: one a core. "
     "Also read as `VLLM_NEURON_COMPILE_WORKERS`.",
-    "PILOTAGE_DISABLE_WARMUP_COMPILE": "`1`: compile a graph when a batch first needs it, not at the start. "
-    "Also read as `VLLM_NEURON_DISABLE_WARMUP_COMPILE`.",
+    "PILOTAGE_DISABLE_WARMUP_COMPILE": "`1`: compile nothing, load every graph from the compile cache; one that is not "
+    "there is an error. Also read as `VLLM_NEURON_DISABLE_WARMUP_COMPILE`.",
+    "PILOTAGE_CPU_COMPILE": "`1`: a server or engine compiles all its graphs for the target that `PILOTAGE_TARGET` "
+    "names, runs none of them, and the process ends with 0. Also read as `VLLM_NEURON_CPU_COMPILE`.",
     "PILOTAGE_DISABLE_KERNELS": "`1`: every operator runs its plain-torch definition. "
     "Also read as `VLLM_NEURON_DISABLE_KERNELS`.",
     "PILOTAGE_NUM_THREADS": "Compute threads of each rank. Default: `OMP_NUM_THREADS`, or the cores divided by the "
@@ -42,12 +44,6 @@ They go to vLLM as `additional_config`, under `"pilotage"`; `"neuron_config"` is
 An unknown key is an error that names the nearest known one.
 """
 
-_RESERVED = """
-### Known, not implemented
-
-These keys of the vLLM Neuron documentation are accepted with their default and refused with any other value.
-"""
-
 _DEFAULTS = """
 ## Defaults of vLLM that differ here
 
@@ -69,14 +65,13 @@ caches, KV transfer.
 def text() -> str:
     """Return the whole page."""
     fields = dataclasses.fields(TargetConfig)
-    parts = [_HEAD, _table([item for item in fields if item.metadata["implemented"]]), _RESERVED]
-    parts += [_table([item for item in fields if not item.metadata["implemented"]]), _DEFAULTS]
+    parts = [_HEAD, _table(fields), _DEFAULTS]
     rows = "".join(f"| `{name}` | {doc} |\n" for name, doc in ENVIRONMENT.items())
     parts.append("\n| variable | meaning |\n|---|---|\n" + rows)
     return "".join(parts)
 
 
-def _table(fields: list[dataclasses.Field[object]]) -> str:
+def _table(fields: tuple[dataclasses.Field[object], ...]) -> str:
     rows = "".join(f"| `{item.name}` | `{item.default}` | {item.metadata['doc']} |\n" for item in fields)
     return "\n| key | default | meaning |\n|---|---|---|\n" + rows
 

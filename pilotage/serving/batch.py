@@ -7,15 +7,16 @@ core/shapes.md, with R the rows of the block table (requests, padded).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-Kind = Literal["prefill", "decode"]
+from pilotage.serving.buckets import Key, Kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +102,28 @@ class LayerGroup:
     max_blocks_per_seq: int
 
 
+def _within(group: LayerGroup, context: int) -> LayerGroup:
+    """Cut a group's block table to the pages of `context` tokens, 0 for all of them."""
+    pages = -(-context // group.block_size) or group.max_blocks_per_seq
+    return dataclasses.replace(group, max_blocks_per_seq=min(pages, group.max_blocks_per_seq))
+
+
 class StepInputs:
     """The inputs of one graph: tensors of fixed shape and address, filled in place before each run.
 
     Padding: a padded token has id 0, position 0, request row 0 and slot -1, and stands at or after
     `query_start_loc[-1]`; a padded row has no query and no length.
 
+    Args:
+        kind: of the graph.
+        size: its tokens, T.
+        num_rows: requests, R.
+        groups: layers that share a block table.
+        decode_token_threshold: most tokens of a request in a decode graph.
+        key: what the graph is chosen by; its context shortens the block tables. None: its kind and size alone.
+
     Attributes:
-        bucket: what the graph is chosen by: the tokens of a prefill graph, the requests of a decode graph.
+        key: what the graph is chosen by.
         size: its tokens, T.
         input_ids: [T] int64. positions: [T] int32.
         sampling_positions: int64, the token rows that need logits: [R], the last one of each request, or [T] in a
@@ -131,9 +146,11 @@ class StepInputs:
         num_rows: int,
         groups: Sequence[LayerGroup],
         decode_token_threshold: int = 1,
+        key: Key | None = None,
     ) -> None:
-        self.kind, self.size, self.num_rows, self.groups = kind, size, num_rows, tuple(groups)
-        self.bucket = num_rows if kind == "decode" else size
+        self.kind, self.size, self.num_rows = kind, size, num_rows
+        self.key = key or Key(kind, num_rows if kind == "decode" else size)
+        self.groups = tuple(_within(group, self.key.context) for group in groups)
         self.verifies = kind == "decode" and decode_token_threshold > 1
         self.num_sampled = size if self.verifies else num_rows
         self.sampled = 0
@@ -145,13 +162,15 @@ class StepInputs:
         self.cached_seq_len = torch.zeros(num_rows, dtype=torch.int32)
         self.token_to_req = torch.zeros(size, dtype=torch.int32)
         self.slot_mappings = [torch.full((size,), -1, dtype=torch.int64) for _ in groups]
-        self.block_tables = [torch.zeros(num_rows, group.max_blocks_per_seq, dtype=torch.int32) for group in groups]
+        self.block_tables = [
+            torch.zeros(num_rows, group.max_blocks_per_seq, dtype=torch.int32) for group in self.groups
+        ]
         max_query_len = decode_token_threshold if kind == "decode" else size
         self.attn_metadata: dict[str, Any] = {
             "decode_token_threshold": decode_token_threshold,
             "positions": self.positions,
         }
-        for group, slots, table in zip(groups, self.slot_mappings, self.block_tables, strict=True):
+        for group, slots, table in zip(self.groups, self.slot_mappings, self.block_tables, strict=True):
             shared = {
                 "block_table_tensor": table,
                 "slot_mapping": slots,
@@ -159,8 +178,8 @@ class StepInputs:
                 "block_size": group.block_size,
                 "max_blocks_per_seq": group.max_blocks_per_seq,
                 "decode_token_threshold": decode_token_threshold,
-                "cached_seq_len": self.cached_seq_len,
-                "kv_segment_size": 0,
+                "cached_seq_len": None if self.key.fresh else self.cached_seq_len,
+                "kv_segment_size": self.key.segment,
                 "query_start_loc": self.query_start_loc,
                 "seq_lens": self.seq_lens,
                 "token_to_req": self.token_to_req,

@@ -24,28 +24,29 @@ from pilotage import functional
 from pilotage.core.config import TargetConfig
 from pilotage.core.errors import ConfigError, Unavailable, Unsupported
 from pilotage.core.progress import track
-from pilotage.serving import buckets, kv, parallel_compile, pieces
+from pilotage.serving import buckets, compile_mode, kv, parallel_compile, pieces
 from pilotage.serving.batch import Forward, StepInputs
+from pilotage.serving.buckets import Key, Reach
 from pilotage.serving.compile_cache import CompileCache, fingerprint, root
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     from torch import Tensor
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from pilotage.probe.plan import Taps
 
-_SKIP_NAMES = ("PILOTAGE_DISABLE_WARMUP_COMPILE", "VLLM_NEURON_DISABLE_WARMUP_COMPILE")
 _WORKERS_NAMES = ("PILOTAGE_COMPILE_WORKERS", "VLLM_NEURON_COMPILE_WORKERS")
-Key = tuple[str, int]
 
 
 class Graphs:
     """The graphs of a model.
 
     Attributes:
-        inputs: by kind and bucket size.
-        table: for each compiled graph {"kind", "size", "seconds", "cached"}, and "tapped" for one with taps.
+        inputs: of each graph.
+        table: for each compiled graph {"kind", "size", "name", "seconds", "cached"}, and "tapped" for one with taps.
         taps: what the graphs record and replace, from the next run on; None for graphs without taps.
     """
 
@@ -74,19 +75,24 @@ class Graphs:
         self.eager = vllm_config.model_config.enforce_eager
         groups = kv.layer_groups(kv_cache_config, vllm_config.model_config.max_model_len)
         self.rank = torch.tensor(vllm_config.parallel_config.rank, dtype=torch.int32)
-        self.inputs: dict[Key, StepInputs] = {}
-        for size in token_buckets:
-            self.inputs["prefill", size] = StepInputs("prefill", size, num_rows=prefill_seqs, groups=groups)
-        for size in seq_buckets:
-            self.inputs["decode", size] = StepInputs(
-                "decode",
-                size * tokens_per_req,
-                num_rows=size,
-                groups=groups,
-                decode_token_threshold=tokens_per_req,
-            )
         model_config = vllm_config.model_config
         target = TargetConfig.from_additional_config(vllm_config.additional_config)
+        self.lazy = target.lazy_compile
+        self.reach = Reach.of(target, model_config.max_model_len, max(group.block_size for group in groups))
+        self.inputs: dict[Key, StepInputs] = {}
+        for size in token_buckets:
+            for key in self.reach.keys("prefill", size):
+                self.inputs[key] = StepInputs("prefill", size, num_rows=prefill_seqs, groups=groups, key=key)
+        for size in seq_buckets:
+            for key in self.reach.keys("decode", size):
+                self.inputs[key] = StepInputs(
+                    "decode",
+                    size * tokens_per_req,
+                    num_rows=size,
+                    groups=groups,
+                    decode_token_threshold=tokens_per_req,
+                    key=key,
+                )
         for inputs in self.inputs.values():
             if target.on_device_sampling_config is not None:
                 inputs.add_sampling()
@@ -96,14 +102,18 @@ class Graphs:
         self.tokens_per_req = tokens_per_req
         self.compiled: dict[tuple[str, Key], Callable[..., tuple[Tensor, Tensor]]] = {}
         self.taps: Taps | None = None
-        self.exact = TargetConfig.from_additional_config(vllm_config.additional_config).exact_taps
+        self.exact = target.exact_taps
         self._options = {**_options(), **({"emulate_precision_casts": True} if self.exact else {})}
         self.table: list[dict[str, Any]] = []
         self._receipts: list[dict[str, Any]] = []
         functional.reset_receipt()
 
-    def inputs_for(self, forward: Forward) -> StepInputs:
+    def inputs_for(self, forward: Forward, num_computed: npt.NDArray[np.int32]) -> StepInputs:
         """Return the inputs of the smallest graph that holds a forward.
+
+        Args:
+            forward: rows and token counts.
+            num_computed: as for `StepInputs.fill`.
 
         Raises:
             ConfigError: it is over the largest bucket.
@@ -112,28 +122,38 @@ class Graphs:
             size = buckets.pick(self.seq_buckets, len(forward.rows), "num_seqs_buckets")
         else:
             size = buckets.pick(self.token_buckets, sum(forward.num_tokens), "num_batched_tokens_buckets")
-        return self.inputs[forward.kind, size]
+        before = [int(num_computed[row]) for row in forward.rows]
+        longest = max(done + count for done, count in zip(before, forward.num_tokens, strict=True))
+        return self.inputs[self.reach.pick(forward.kind, size, cached=max(before), longest=longest)]
 
     def warm_up(self) -> float:
         """Compile or load every graph and run it once on padding; returns the seconds spent.
 
-        With `enforce_eager` nothing is compiled. With `PILOTAGE_DISABLE_WARMUP_COMPILE=1` a graph is compiled when a
-        batch first needs it.
+        With `enforce_eager` nothing is compiled. With `lazy_compile` a graph is compiled when a batch first needs it.
+
+        Raises:
+            Unavailable: compiling is switched off and a graph is not in the cache.
         """
-        if any(os.environ.get(name) == "1" for name in _SKIP_NAMES):
+        if self.lazy:
             return 0.0
         # Small graphs first: a mistake in the model shows within seconds.
-        return self.prepare(sorted(self.inputs, key=lambda key: key[1]))
+        return self.prepare(sorted(self.inputs, key=lambda key: key.size))
 
     def prepare(self, keys: Sequence[Key]) -> float:
-        """Compile or load these graphs, with the taps of now, unless they are there; returns the seconds spent."""
+        """Compile or load these graphs, with the taps of now, unless they are there; returns the seconds spent.
+
+        Raises:
+            Unavailable: as for `warm_up`.
+        """
         start = time.perf_counter()
         keys = [key for key in keys if (self._variant(), key) not in self.compiled]
         if self.eager or not keys:
             return 0.0
         quiet = self.vllm_config.parallel_config.rank != 0
         with self._cache() as cache:
-            missing = [key for key in keys if not cache.has(_name(key))]
+            missing = [key for key in keys if not cache.has(key.name)]
+            if missing and not compile_mode.compiles():
+                raise compile_mode.not_compiled([key.name for key in missing], cache.directory)
             took = self._compile_at_once(missing, cache)
             left = len(missing) - len(took)
             what = f"Compiling {left} of {len(keys)} graphs" if left else f"Loading {len(keys)} compiled graphs"
@@ -170,30 +190,30 @@ class Graphs:
             parallel_compile.compile_in_copies(
                 missing[::-1], lambda key: self._store(key, cache), copies=copies, finished=finished
             )
-        return {key: seconds for key, seconds in took.items() if cache.has(_name(key))}
+        return {key: seconds for key, seconds in took.items() if cache.has(key.name)}
 
     def _store(self, key: Key, cache: CompileCache) -> None:
         functional.reset_receipt()
         graph = self._compile(self.inputs[key])
-        cache.save(_name(key), graph, {"receipt": functional.receipt()})
+        cache.save(key.name, graph, {"receipt": functional.receipt()})
 
     def _cache(self) -> CompileCache:
         target = TargetConfig.from_additional_config(self.vllm_config.additional_config)
-        rows = {_name(key): inputs.num_rows for key, inputs in self.inputs.items()}
-        groups = next(iter(self.inputs.values())).groups
+        prefill_rows = [inputs.num_rows for key, inputs in self.inputs.items() if key.kind == "prefill"]
+        groups = max((inputs.groups for inputs in self.inputs.values()), key=lambda gs: gs[0].max_blocks_per_seq)
         # The buckets in use do not matter to a graph; its own rows do, and are part of its name.
         # Taps are counted as they are, not as they were asked for.
         settings = {
             key: value
             for key, value in dataclasses.asdict(target).items()
-            if not key.endswith("_buckets") and key not in ("tensor_capture", "tensor_replacement")
+            if not key.endswith("_buckets") and key not in ("tensor_capture", "tensor_replacement", "lazy_compile")
         }
         extra = {
             "target": settings,
             **({"taps": self.taps.signature()} if self.taps is not None else {}),
             "groups": [dataclasses.asdict(group) for group in groups],
             **({"tokens_per_req": self.tokens_per_req} if self.tokens_per_req > 1 else {}),
-            "prefill_rows": [rows[name] for name in rows if name.startswith("prefill")][:1],
+            "prefill_rows": prefill_rows[:1],
             **({"prompt_embeds": True} if self.vllm_config.model_config.enable_prompt_embeds else {}),
             "options": self._options,
             "kernels": functional.load_kernels(),  # a stored graph calls them
@@ -203,23 +223,27 @@ class Graphs:
     def _prepare(self, key: Key, cache: CompileCache, *, compiled_in: float | None = None) -> None:
         """Load or compile a graph and run it once; `compiled_in` are the seconds it took to compile just before."""
         start = time.perf_counter()
-        found = cache.load(_name(key))
+        found = cache.load(key.name)
         if found is None:
+            if not compile_mode.compiles():
+                raise compile_mode.not_compiled([key.name], cache.directory)
             functional.reset_receipt()
             graph, notes = self._compile(self.inputs[key]), {"receipt": functional.receipt()}
-            cache.save(_name(key), graph, notes)
+            cache.save(key.name, graph, notes)
         else:
             graph, notes = found
         # Straight to the compiled function: its inputs have one shape, and the cache vouches for the rest.
         self.compiled[self._variant(), key] = functools.partial(graph.fn, self.model)
-        self.inputs[key].clear()
-        self.run(self.inputs[key])
+        if not compile_mode.compiles_only():
+            self.inputs[key].clear()
+            self.run(self.inputs[key])
         self._receipts.append(notes["receipt"])
         functional.reset_receipt()
         self.table.append(
             {
-                "kind": key[0],
-                "size": key[1],
+                "kind": key.kind,
+                "size": key.size,
+                "name": key.name,
                 "seconds": round(time.perf_counter() - start + (compiled_in or 0.0), 3),
                 "cached": found is not None and compiled_in is None,
                 **({"tapped": True} if self.taps is not None else {}),
@@ -295,7 +319,7 @@ class Graphs:
             Logits [R, V] of the sampling positions and hidden states [T, D] after the final norm. What the graph
             sampled is in `inputs.sampled_tokens`.
         """
-        key = (inputs.kind, inputs.bucket)
+        key = inputs.key
         forward = self.model if self.eager else self.compiled.get((self._variant(), key))
         if forward is None:
             held = [tensor.clone() for tensor in inputs.tensors()]  # compiling runs the graph on padding
@@ -330,10 +354,6 @@ def _add(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
 
 def _none(guards: Sequence[Any]) -> list[bool]:
     return [False for _ in guards]
-
-
-def _name(key: Key) -> str:
-    return f"{key[0]}-{key[1]}"
 
 
 def _options() -> dict[str, Any]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pilotage.core import errors
+from pilotage.core.environment import environment
 from pilotage.core.errors import BadInput, PilotageError, Unavailable
 
 if TYPE_CHECKING:
@@ -31,20 +32,6 @@ if TYPE_CHECKING:
 
 _ERROR_FILE = "PILOTAGE_ERROR_FILE"
 LOCALHOST = "127.0.0.1"
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
 
 
 def _quiet() -> None:
@@ -117,14 +104,14 @@ def engine(
     Raises:
         PilotageError: whatever kept the engine from starting.
     """
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if tensor_parallel_size > 1:
         # A forked worker hangs at its first parallel loop if this process has run one.
-        environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pilotage-engine-")))
         report = directory / "error.json"
-        with _environment({**environment, _ERROR_FILE: str(report)}):
+        with environment({**variables, _ERROR_FILE: str(report)}):
             require_platform()
             from vllm import LLM, envs
 

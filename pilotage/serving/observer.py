@@ -36,8 +36,8 @@ def prove(graphs: Graphs, taps: Taps | None) -> dict[str, Any]:
         `max_abs`, the largest difference of a logit, and `relative_rms`, the difference of the logits over their own
         size. {"not_measured": reason} where there are too few pages.
     """
-    prefill = graphs.inputs[min((key for key in graphs.inputs if key[0] == "prefill"), key=lambda key: key[1])]
-    decode = graphs.inputs[min((key for key in graphs.inputs if key[0] == "decode"), key=lambda key: key[1])]
+    prefill = graphs.inputs[graphs.reach.keys("prefill", graphs.token_buckets[0])[-1]]
+    decode = graphs.inputs[graphs.reach.keys("decode", graphs.seq_buckets[0])[-1]]
     count = min(_TOKENS, prefill.size, *(group.block_size * group.max_blocks_per_seq - 1 for group in prefill.groups))
     pages = [-(-(count + 1) // group.block_size) for group in prefill.groups]
     have = min(pair[0].shape[0] for pair in graphs.caches.values())
@@ -48,10 +48,10 @@ def prove(graphs: Graphs, taps: Taps | None) -> dict[str, Any]:
     before = graphs.taps
     try:
         graphs.taps = None
-        graphs.prepare([("prefill", prefill.bucket), ("decode", decode.bucket)])
+        graphs.prepare([prefill.key, decode.key])
         plain = _steps(graphs, prefill, decode, count, pages)
         graphs.taps = taps
-        graphs.prepare([("prefill", prefill.bucket), ("decode", decode.bucket)])
+        graphs.prepare([prefill.key, decode.key])
         tapped = _steps(graphs, prefill, decode, count, pages)
     finally:
         graphs.taps = before

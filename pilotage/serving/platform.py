@@ -14,7 +14,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from pilotage.core.config import TargetConfig
 from pilotage.core.errors import BadInput, PilotageError, Unsupported
-from pilotage.serving import buckets, device_sampling, layout, speculation, targets, threads
+from pilotage.serving import buckets, compile_mode, device_sampling, layout, speculation, targets, threads
 from pilotage.serving.speculation import DRAFTS_KEY
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class PilotagePlatform(Platform):
         from vllm.config import CompilationMode, CUDAGraphMode
 
         targets.require(targets.select())
+        compile_mode.require()
         config = TargetConfig.from_additional_config(vllm_config.additional_config)
         model_config = vllm_config.model_config
         parallel, scheduler, cache = (
@@ -88,6 +89,7 @@ class PilotagePlatform(Platform):
         if model_config is None:  # vLLM builds bare configurations in some of its own helpers
             return
         _refuse_unsupported(vllm_config)
+        buckets.Reach.of(config, model_config.max_model_len, cache.block_size)
         sizes = resolve_buckets(config, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
         token_sizes, seq_sizes = sizes
         scheduler.max_num_batched_tokens = token_sizes[-1]
@@ -99,6 +101,7 @@ class PilotagePlatform(Platform):
         if vllm_config.speculative_config is not None:
             scheduler.async_scheduling = False  # the next step's drafts are guessed from this step's tokens
         threads.set_environment(layout.ranks_on_this_machine(vllm_config))
+        compile_mode.end_when_compiled(vllm_config)
 
     # For validate_request, from the engine configured last in this process. Largest prompt that fits a graph where
     # prompts are not cut into chunks, the vocabulary, and what keeps replaced keys and values apart from all others.

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pilotage.core.environment import environment
 from pilotage.core.errors import BadInput, Unsupported
+from pilotage.serving import compile_mode
 
 _CACHE = "PILOTAGE_COMPILE_CACHE"
-_SKIPS = ("PILOTAGE_DISABLE_WARMUP_COMPILE", "VLLM_NEURON_DISABLE_WARMUP_COMPILE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +19,7 @@ class Compiled:
 
     Attributes:
         directory: of the cache.
-        graphs: for each graph {"kind", "size", "seconds", "cached"}; `cached` if it was there before.
+        graphs: for each graph {"kind", "size", "name", "seconds", "cached"}; `cached` if it was there before.
         seconds: spent on all of them, which compile side by side.
     """
 
@@ -32,20 +30,6 @@ class Compiled:
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
         return {**asdict(self), "graphs": list(self.graphs)}
-
-
-@contextlib.contextmanager
-def _cache_in(directory: Path | None) -> Iterator[None]:
-    before = os.environ.get(_CACHE)
-    if directory is not None:
-        os.environ[_CACHE] = str(directory)
-    try:
-        yield
-    finally:
-        if directory is not None:
-            os.environ.pop(_CACHE)
-            if before is not None:
-                os.environ[_CACHE] = before
 
 
 def precompile(model: str, *, dtype: str = "bfloat16", cache_dir: Path | None = None) -> Compiled:
@@ -60,16 +44,18 @@ def precompile(model: str, *, dtype: str = "bfloat16", cache_dir: Path | None = 
         BadInput: the environment switches the compilation at start off.
         Unsupported: the model is served without graphs.
     """
-    skipped = [name for name in _SKIPS if os.environ.get(name) == "1"]
-    if skipped:
-        raise BadInput("it switches compiling at start off", where=skipped[0], do="unset it")
+    if not compile_mode.compiles():
+        raise BadInput("it forbids compiling", where="PILOTAGE_DISABLE_WARMUP_COMPILE", do="unset it")
     from pilotage.arch import source
     from pilotage.serving import settings
     from pilotage.serving.compile_cache import root
     from pilotage.serving.launch import engine
 
     path = source.resolve(model)
-    with _cache_in(cache_dir):
+    variables = dict.fromkeys(compile_mode.COMPILE_ONLY, "0")  # that mode ends the process, this one reports
+    if cache_dir is not None:
+        variables[_CACHE] = str(cache_dir.absolute())
+    with environment(variables):
         with engine(path, **settings.shared(path, dtype)) as llm:
             receipt = llm.collective_rpc("receipt")[0]
         directory = str(root())

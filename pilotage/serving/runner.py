@@ -155,7 +155,7 @@ class ModelRunner:
             decode_token_threshold=self.tokens_per_req,
         )
         for forward in forwards:
-            inputs = self.graphs.inputs_for(forward)
+            inputs = self.graphs.inputs_for(forward, rows.num_computed_tokens_cpu)
             inputs.fill(
                 forward,
                 token_ids=rows.token_ids_cpu,

@@ -51,7 +51,7 @@ def measure(worker: Any, sites: Sequence[str], repeats: int) -> list[dict[str, A
             columns = list(zip(*times, strict=True))
             found.append(
                 {
-                    "graph": f"{inputs.kind}-{inputs.bucket}",
+                    "graph": inputs.key.name,
                     "sites": len(taps.capture),
                     **{
                         f"{name}_ms": round(statistics.median(column) * 1e3, 3)
@@ -69,7 +69,7 @@ def measure(worker: Any, sites: Sequence[str], repeats: int) -> list[dict[str, A
 def _fill(inputs: StepInputs) -> Forward:
     """Make every token and row of a graph real: one long prompt, or requests that decode."""
     decode = inputs.kind == "decode"
-    rows = inputs.bucket if decode else 1
+    rows = inputs.key.size if decode else 1
     new = 1 if decode else inputs.size
     done = CACHED if decode else 0
     forward = Forward(kind=inputs.kind, rows=tuple(range(rows)), num_tokens=(new,) * rows)

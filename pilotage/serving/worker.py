@@ -24,7 +24,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from pilotage import parallel
 from pilotage.core import store
 from pilotage.core.errors import PilotageError
-from pilotage.serving import kv, layout, loading, memory, speculation, threads
+from pilotage.serving import compile_mode, kv, layout, loading, memory, speculation, threads
 from pilotage.serving.kv_read import KVReader
 from pilotage.serving.runner import ModelRunner
 from pilotage.serving.speculation import draft
@@ -126,6 +126,7 @@ class PilotageWorker(WorkerBase):
     @_explained
     def compile_or_warm_up_model(self) -> CompilationTimes:
         self.compile_s = self.runner.warm_up()
+        compile_mode.compiled(self.rank, self.runner.graphs.table)
         set_random_seed(self.model_config.seed)
         return CompilationTimes(language_model=self.compile_s, encoder=0.0)
 

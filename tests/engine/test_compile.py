@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ from typing import Any
 import pytest
 from conftest import check_tokens, generate, prompts_of
 
+from pilotage.core.errors import Unavailable
 from pilotage.serving import compile_cache, launch
+from pilotage.serving.graphs import Graphs
 
 pytestmark = pytest.mark.engine
 
@@ -64,6 +68,20 @@ def test_cold_warm_and_damaged(
         (again,) = llm.collective_rpc("receipt")
         assert again["operators"].keys() == receipt["operators"].keys()
 
+    # What was built elsewhere serves where nothing may be compiled.
+    elsewhere = tmp_path.with_name("elsewhere")
+    shutil.copytree(tmp_path, elsewhere)
+    with monkeypatch.context() as patch:
+        patch.setenv("PILOTAGE_COMPILE_CACHE", str(elsewhere))
+        patch.setenv("PILOTAGE_DISABLE_WARMUP_COMPILE", "1")
+        with hidden(tmp_path), start(path) as llm:
+            assert all(row["cached"] for row in buckets(llm))
+            check_tokens(generate(llm, prompts, 12), references)
+        (graph,) = elsewhere.rglob("decode-4.graph")
+        graph.unlink()
+        with pytest.raises(Unavailable, match=r"forbids compiling: decode-4; run `pilotage compile`"), start(path):
+            pass
+
     (directory,) = tmp_path.iterdir()
     flip(directory / "decode-4.graph")
     with start(path) as llm:
@@ -78,6 +96,47 @@ def test_cold_warm_and_damaged(
     with start(path) as llm:
         check_tokens(generate(llm, prompts, 12), references)
     assert all(not library.exists() or library.read_bytes() != before[library] for library in libraries)
+
+
+@contextlib.contextmanager
+def hidden(directory: Path) -> Iterator[None]:
+    away = directory.with_name("away")
+    directory.rename(away)
+    try:
+        yield
+    finally:
+        away.rename(directory)
+
+
+def test_graphs_that_look_back_a_part_of_the_way(
+    tiny: Callable[..., Path], oracle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The definitions read every page of a graph's block table, so one that is too short gives wrong tokens."""
+    monkeypatch.setenv("PILOTAGE_DISABLE_KERNELS", "1")
+    ran: list[str] = []
+    real = Graphs.run
+    monkeypatch.setattr(Graphs, "run", lambda self, inputs: (ran.append(inputs.key.name), real(self, inputs))[1])
+    path = tiny("gemma3", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
+    config = {
+        "num_batched_tokens_buckets": [256],
+        "num_seqs_buckets": [4],
+        "decode_context_length_buckets": [128, 512],
+        "kv_segment_size_buckets": [512],
+    }
+    prompts = prompts_of((5, 120, 300, 509, 620), seed=1)
+    with launch.engine(
+        path, dtype="float32", max_model_len=1024, max_num_seqs=4, enforce_eager=True, additional_config=config
+    ) as llm:
+        for prompt in prompts:
+            check_tokens(generate(llm, [prompt], 12), [oracle(path).greedy(prompt, 12)])
+        check_tokens(generate(llm, prompts, 6), [oracle(path).greedy(prompt, 6) for prompt in prompts])
+    assert set(ran) == {
+        "prefill-256-fresh",
+        "prefill-256-segment512",
+        "decode-4-context128",
+        "decode-4-context512",
+        "decode-4",
+    }
 
 
 def test_other_code_is_another_fingerprint(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

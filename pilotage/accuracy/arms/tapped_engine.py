@@ -7,7 +7,6 @@ the reference at some sites. The tapped graphs stay the same all the while; only
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,8 +17,6 @@ from torch import Tensor
 
 from pilotage.accuracy.arms.tapped import HEAD_SITES, Cached, Handed, Request, Rows
 from pilotage.core.errors import PilotageError
-
-_NO_WARM_UP = "PILOTAGE_DISABLE_WARMUP_COMPILE"
 
 
 class TappedEngine:
@@ -148,7 +145,7 @@ class TappedEngine:
                 "enforce_eager": self.eager,
             }
             # Only the tapped graphs are needed, and those are compiled when the first request wants them.
-            self._stack.enter_context(_environment(_NO_WARM_UP, "1"))
+            arguments["additional_config"] = {**arguments["additional_config"], "lazy_compile": True}
             self._llm = self._stack.enter_context(engine(self.checkpoint, **arguments))
         return self._llm
 
@@ -228,16 +225,3 @@ class TappedEngine:
         if not caching and any(bool(lost.any()) for lost in self.missing):
             raise PilotageError("rows of some positions were not recorded", where=str(directory))
         return rows
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Any:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before

@@ -177,7 +177,7 @@ class DraftModel:
     ) -> dict[int, int]:
         found: Mapping[int, int] = {}
         for forward in split(step, max_tokens=self.token_buckets[-1], max_prefill_seqs=self.prefill_seqs):
-            inputs = self.graphs.inputs_for(forward)
+            inputs = self.graphs.inputs_for(forward, computed)
             inputs.fill(forward, token_ids=tokens, num_computed=computed, block_tables=[tables])
             logits, _ = self.graphs.run(inputs)
             best = logits[: len(forward.rows)].float().argmax(-1).tolist()

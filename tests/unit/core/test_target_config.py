@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from pilotage.core.config import TargetConfig
-from pilotage.core.errors import ConfigError, Unsupported
+from pilotage.core.errors import ConfigError
 from pilotage.model.neuron_config import NeuronConfig
 
 
@@ -41,12 +41,17 @@ def test_malformed_buckets_are_refused(sizes: object) -> None:
         TargetConfig.from_dict({"num_seqs_buckets": sizes})
 
 
-def test_reserved_keys_are_known_but_only_their_default_is_accepted() -> None:
-    reserved = [item for item in dataclasses.fields(TargetConfig) if not item.metadata["implemented"]]
-    for item in reserved:
-        assert TargetConfig.from_dict({item.name: item.default}) == TargetConfig()
-        with pytest.raises(Unsupported, match=item.name):
-            TargetConfig.from_dict({item.name: 7})
+def test_lengths_that_a_graph_reaches_back() -> None:
+    config = TargetConfig.from_dict(
+        {"kv_segment_size_buckets": [512, 2048], "decode_context_length_buckets": [128, 384]}
+    )
+    assert (config.kv_segment_size_buckets, config.decode_context_length_buckets) == ((512, 2048), (128, 384))
+    with pytest.raises(ConfigError, match=r"other sizes than \(512, 1024, 2048, 4096\)"):
+        TargetConfig.from_dict({"kv_segment_size_buckets": [256, 512]})
+    with pytest.raises(ConfigError, match="200 is no multiple of 128; use 256"):
+        TargetConfig.from_dict({"decode_context_length_buckets": [128, 200]})
+    with pytest.raises(ConfigError, match="ascending order"):
+        TargetConfig.from_dict({"decode_context_length_buckets": [256, 128]})
 
 
 def test_every_field_is_documented() -> None:

@@ -1,0 +1,1 @@
+"""Documented import paths that live elsewhere."""

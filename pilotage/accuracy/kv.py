@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -304,6 +304,22 @@ def judge(target: Cache, expected: Cache, side: KVSide, *, arm: str) -> KVResult
         ),
     ]
     return KVResult(verdicts=_with_coefficients(verdicts, found), layers=found, about=side.about)
+
+
+def rounded_cache(receipt: Mapping[str, Any]) -> str | None:
+    """Return the 8-bit dtype that an engine's receipt says its cache has; None where it keeps what was computed."""
+    dtype = str((receipt.get("kv_cache") or {}).get("dtype", ""))
+    return dtype if "float8" in dtype else None
+
+
+def not_comparable(dtype: str, *, arm: str) -> Verdict:
+    """Say that a rounded cache was not judged: Hugging Face keeps every digit, and its controls know no rounding."""
+    return gates.single(
+        Status.NOT_MEASURED,
+        f"{arm}: KV cache: no layer's keys or values err more than a clean implementation's",
+        "kv_rms_ratio",
+        f"the engine stores keys and values as {dtype}; the reference's are not rounded",
+    )
 
 
 def _or_infinite(value: float) -> float:

@@ -363,5 +363,8 @@ def _arm(
     )
     if side.kv is None or cache is None or not observation.kv:
         return result
+    if (stored := kv_cache.rounded_cache(observation.receipt)) is not None:
+        verdict = kv_cache.not_comparable(stored, arm=side.arm)
+        return dataclasses.replace(result, verdicts=[*result.verdicts, verdict])
     found = kv_cache.judge(observation.kv, cache, side.kv, arm=side.arm)
     return dataclasses.replace(result, verdicts=[*result.verdicts, *found.verdicts], kv=found.to_json())

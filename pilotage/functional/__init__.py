@@ -5,7 +5,14 @@ would run for a call, `receipt()` what did. They compute one rank's share and kn
 """
 
 from pilotage.functional import native, sdpa  # noqa: F401  register their implementations
-from pilotage.functional.attention import attention_decode, flash_attention, segmented_attention, write_kv
+from pilotage.functional.attention import (
+    KV_8BIT,
+    attention_decode,
+    flash_attention,
+    quantise_kv,
+    segmented_attention,
+    write_kv,
+)
 from pilotage.functional.latent import latent_queries, latent_values
 from pilotage.functional.moe import expert_affinities, experts, router, router_logits
 from pilotage.functional.native import load_kernels
@@ -40,6 +47,7 @@ from pilotage.functional.sampling import sample_tokens
 __all__ = [
     "ACTIVATIONS",
     "DEFINITION",
+    "KV_8BIT",
     "Call",
     "RopeFrequencies",
     "TensorSpec",
@@ -62,6 +70,7 @@ __all__ = [
     "o_proj",
     "operator",
     "qkv_proj",
+    "quantise_kv",
     "receipt",
     "register",
     "reset_receipt",

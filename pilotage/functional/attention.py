@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pilotage.functional.registry import operator
 
+KV_8BIT = torch.float8_e4m3fn
 _MASKED = -1e30  # finite: a row with no visible key must not become NaN
 
 
@@ -44,6 +45,23 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *, slot_map
     for cache, new in ((k_cache, k), (v_cache, v)):
         rows = torch.where(any_written, new[source].to(cache.dtype), cache[page, heads, offset])
         cache.index_put_((page, heads, offset), rows)
+
+
+@operator
+def quantise_kv(x: Tensor, scale: Tensor) -> Tensor:
+    """Round keys or values to the 8-bit floats of a cache.
+
+    Args:
+        x: [T, K, H].
+        scale: one fp32 number of the layer; what is read from the cache is multiplied by it.
+
+    Returns:
+        [T, K, H] float8_e4m3fn.
+
+    Numerics: x / scale in fp32, bounded to the largest number of the format, rounded once to the nearest.
+    """
+    largest = torch.finfo(KV_8BIT).max
+    return (x.float() / scale).clamp(-largest, largest).to(KV_8BIT)
 
 
 @operator
@@ -101,6 +119,8 @@ def segmented_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Attend from a chunk of each request to everything it has cached, the chunk itself included.
 
@@ -114,6 +134,8 @@ def segmented_attention(
         seq_lens: [B] int32, tokens cached after this step.
         scale, window, softcap, sinks: as in `flash_attention`.
         kv_segment_size: keys of a request that are read at a time, a multiple of C; 0 for all at once.
+        k_scale, v_scale: what cached numbers are multiplied by when they are read, in fp32; None for nothing. See
+            `quantise_kv`.
 
     Returns:
         [T, N, H] in q's dtype.
@@ -126,7 +148,9 @@ def segmented_attention(
     state = None
     for first in range(0, num_pages, pages_at_a_time):
         pages = block_table[:, first : first + pages_at_a_time]
-        k_SKH, v_SKH = (_gather(cache, pages).flatten(0, 1) for cache in (k_cache, v_cache))
+        k_SKH, v_SKH = (
+            _gather(cache, pages, factor).flatten(0, 1) for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
+        )
         at = torch.arange(pages.shape[1] * block_size, device=q.device) + first * block_size
         owner = torch.arange(num_reqs, device=q.device).repeat_interleave(at.shape[0])
         visible_TS = _visible(positions[:, None], at.repeat(num_reqs)[None, :], window)
@@ -151,6 +175,8 @@ def attention_decode(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Attend from one or a few tokens of each request to everything it has cached, the token itself included.
 
@@ -159,7 +185,7 @@ def attention_decode(
     Numerics: products, softmax and sum in fp32, rounded to q's dtype at the end.
     """
     pages_TM = block_table[token_to_req]
-    k_TSKH, v_TSKH = _gather(k_cache, pages_TM), _gather(v_cache, pages_TM)
+    k_TSKH, v_TSKH = _gather(k_cache, pages_TM, k_scale), _gather(v_cache, pages_TM, v_scale)
     at = torch.arange(k_TSKH.shape[1], device=q.device)
     visible_TS = _visible(positions[:, None], at[None, :], window) & _real(q, query_start_loc)[:, None]
     state = _accumulate(None, q[:, None], k_TSKH, v_TSKH, visible_TS[:, None], scale, softcap)
@@ -175,9 +201,10 @@ def _visible(query_at: Tensor, key_at: Tensor, window: int | None) -> Tensor:
     return visible if window is None else visible & (key_at > query_at - window)
 
 
-def _gather(cache: Tensor, pages: Tensor) -> Tensor:
-    """Lay pages [rows, M] of [P, K, C, H] out as [rows, M * C, K, H]."""
-    return cache[pages].transpose(2, 3).flatten(1, 2)
+def _gather(cache: Tensor, pages: Tensor, scale: Tensor | None) -> Tensor:
+    """Lay pages [rows, M] of [P, K, C, H] out as [rows, M * C, K, H], multiplied by the scale."""
+    rows = cache[pages].transpose(2, 3).flatten(1, 2)
+    return rows if scale is None else rows.float() * scale
 
 
 State = tuple[Tensor, Tensor, Tensor]

@@ -87,6 +87,8 @@ def _paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     return torch.ops.pilotage.native_paged_attention(
         q, k_cache, v_cache, block_table, query_start_loc, seq_lens, scale, window, softcap, sinks
@@ -114,6 +116,8 @@ def _attention_domain(call: Call) -> str | None:
     reason = call.refuse_unless(device="cpu", dtypes=(torch.float32, torch.bfloat16))
     if reason is not None:
         return reason
+    if call.arguments.get("k_scale") is not None or call.arguments.get("v_scale") is not None:
+        return "the cache has scales"
     if len(_floats(call)) > 1:
         return "queries and cache differ in dtype"
     keys: Any = call.arguments.get("k_cache") or call["k"]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import pilotage.functional.attention  # noqa: F401  the operators exist before implementations of them register
+from pilotage.functional.attention import KV_8BIT  # and the operators exist before implementations of them register
 from pilotage.functional.registry import Call, register
 
 _QUERIES_AT_A_TIME = 256  # with a window, keys outside it are skipped in steps of this many queries
@@ -26,7 +26,8 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "sdpa_paged(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start_loc, "
-    "Tensor seq_lens, float scale, int? window, float? softcap, Tensor? sinks) -> Tensor"
+    "Tensor seq_lens, float scale, int? window, float? softcap, Tensor? sinks, Tensor? k_scale, "
+    "Tensor? v_scale) -> Tensor"
 )
 
 
@@ -60,6 +61,8 @@ def _sdpa_paged(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
 ) -> Tensor:
     out = q.new_zeros(q.shape)
     block_size = k_cache.shape[2]
@@ -76,6 +79,8 @@ def _sdpa_paged(
         pages = block_table[row, first_page : -(-length // block_size)]
         keys = k_heads_first[:, pages].flatten(1, 2)[:, : length - first_key]
         values = v_heads_first[:, pages].flatten(1, 2)[:, : length - first_key]
+        if k_scale is not None and v_scale is not None:
+            keys, values = (keys.float() * k_scale).to(q.dtype), (values.float() * v_scale).to(q.dtype)
         _attend(q[start:end], keys, values, out[start:end], query_at, first_key, scale, window, softcap, sinks)
     return out
 
@@ -194,9 +199,11 @@ def _paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     return torch.ops.pilotage.sdpa_paged(
-        q, k_cache, v_cache, block_table, query_start_loc, seq_lens, scale, window, softcap, sinks
+        q, k_cache, v_cache, block_table, query_start_loc, seq_lens, scale, window, softcap, sinks, k_scale, v_scale
     )
 
 
@@ -204,6 +211,11 @@ def _domain(call: Call) -> str | None:
     return call.refuse_unless(device="cpu", dtypes=_DTYPES)
 
 
+def _paged_domain(call: Call) -> str | None:
+    scaled = call.arguments.get("k_scale") is not None and call.arguments.get("v_scale") is not None
+    return call.refuse_unless(device="cpu", dtypes=(*_DTYPES, KV_8BIT) if scaled else _DTYPES)
+
+
 register("flash_attention", "sdpa", _flash_attention, domain=_domain, priority=10)
-register("segmented_attention", "sdpa", _paged_attention, domain=_domain, priority=10)
-register("attention_decode", "sdpa", _paged_attention, domain=_domain, priority=10)
+register("segmented_attention", "sdpa", _paged_attention, domain=_paged_domain, priority=10)
+register("attention_decode", "sdpa", _paged_attention, domain=_paged_domain, priority=10)

@@ -7,7 +7,7 @@ groups may share bytes: vLLM hands every page to one group at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -95,6 +95,16 @@ def allocate(config: KVCacheConfig, specs: Mapping[str, AttentionSpec]) -> dict[
                 for first in (start, start + half)
             ]
     return caches
+
+
+def summary(config: KVCacheConfig, caches: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
+    """Return how keys and values are stored, and what a page takes of all layers that share a block table, in bytes."""
+    dtypes = {str(keys.dtype).removeprefix("torch.") for keys, _ in caches.values()}
+    groups = [
+        sum(2 * caches[name][0][0].numel() * caches[name][0].element_size() for name in group.layer_names)
+        for group in config.kv_cache_groups
+    ]
+    return {"dtype": ", ".join(sorted(dtypes)), "page_bytes": max(groups), "groups": len(groups)}
 
 
 def available_bytes(vllm_config: VllmConfig, specs: Mapping[str, AttentionSpec], free_bytes: int) -> int:

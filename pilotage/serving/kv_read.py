@@ -51,8 +51,9 @@ def gather(pages: Tensor, blocks: Sequence[int], first: int, end: int) -> Tensor
 class KVReader:
     """Writes one safetensors file for each finished request: `<layer>.k` and `<layer>.v`, each [positions, K, H].
 
-    The file's metadata holds the request id, the number of computed positions, and for each layer the first position
-    that it still held. With several ranks each writes the heads that it has.
+    The file's metadata holds the request id, the number of computed positions, for each layer the first position
+    that it still held, and the dtype that the numbers are stored in. Numbers of 8 bits are written as attention reads
+    them, multiplied by the layer's scale. With several ranks each writes the heads that it has.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class KVReader:
         layers: Sequence[LayerSpec],
         groups: Sequence[LayerGroup],
         caches: Mapping[str, Sequence[Tensor]],
+        scales: Mapping[str, Sequence[Tensor]],
         requests: Requests,
     ) -> None:
         """Start reading; requests that finish from now on are kept.
@@ -73,9 +75,11 @@ class KVReader:
             layers: the model's cache layers on this rank.
             groups: layers that share a block table, in vLLM's order.
             caches: layer name -> [keys, values].
+            scales: layer name -> [of keys, of values], where the cache has them.
             requests: the runner's.
         """
         self.directory, self.rank, self.caches, self.requests = directory, rank, caches, requests
+        self.scales = scales
         self.windows = {layer.name: layer.sliding_window for layer in layers}
         self.groups = list(groups)
         self.computed: dict[str, int] = {}
@@ -111,9 +115,13 @@ class KVReader:
         for group, blocks in zip(self.groups, state.block_ids, strict=True):
             for name in group.layer_names:
                 first[name] = first_kept(end, self.windows[name])
-                for kind, pages in zip("kv", self.caches[name], strict=True):
-                    tensors[f"{name}.{kind}"] = gather(pages, blocks, first[name], end)
-        metadata = {"request": req_id, "positions": str(end), "first": json.dumps(first)}
+                for kind, pages, scale in zip(
+                    "kv", self.caches[name], self.scales.get(name, (None, None)), strict=True
+                ):
+                    rows = gather(pages, blocks, first[name], end)
+                    tensors[f"{name}.{kind}"] = rows if scale is None else rows.float() * scale
+        stored = str(next(iter(self.caches.values()))[0].dtype).removeprefix("torch.")
+        metadata = {"request": req_id, "positions": str(end), "first": json.dumps(first), "stored": stored}
         path = self.directory / f"{len(self.files):06d}-{self.rank}.safetensors"
 
         def write(temporary: Path) -> Any:

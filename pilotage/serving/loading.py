@@ -11,7 +11,7 @@ import torch
 
 from pilotage.core.config import TargetConfig
 from pilotage.core.errors import BadInput, WeightError
-from pilotage.serving import memory
+from pilotage.serving import kv_scales, memory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,8 +52,12 @@ def _built_as(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(previous)
 
 
-def load_model(vllm_config: VllmConfig) -> tuple[torch.nn.Module, Any]:
+def load_model(vllm_config: VllmConfig, *, cache_8bit: bool = False) -> tuple[torch.nn.Module, Any]:
     """Build the model on the meta device and load this rank's weights.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        cache_8bit: whether its keys and values are cached as 8-bit floats, with the checkpoint's scales.
 
     Returns:
         The model, and the ledger that says which checkpoint tensor went where; None for the fallback, where
@@ -63,6 +67,7 @@ def load_model(vllm_config: VllmConfig) -> tuple[torch.nn.Module, Any]:
         Unsupported: no model package serves this architecture, nor does the fallback.
         BadInput: the checkpoint directory does not exist.
         WeightError: the checkpoint does not match the model.
+        ConfigError: an 8-bit cache, and the checkpoint has no scales.
     """
     model_config = vllm_config.model_config
     factory = find_factory(model_config.architectures)
@@ -82,6 +87,8 @@ def load_model(vllm_config: VllmConfig) -> tuple[torch.nn.Module, Any]:
     model.eval()
     model.requires_grad_(False)
     require_finite(model, model_config.model)
+    if cache_8bit:
+        kv_scales.attach(model, checkpoint(model_config.model), unscaled=target.unscaled_fp8_kv_cache)
     return model, ledger
 
 

@@ -14,7 +14,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from pilotage.core.config import TargetConfig
 from pilotage.core.errors import BadInput, PilotageError, Unsupported
-from pilotage.serving import buckets, compile_mode, device_sampling, layout, speculation, targets, threads
+from pilotage.serving import buckets, compile_mode, device_sampling, kv_scales, layout, speculation, targets, threads
 from pilotage.serving.speculation import DRAFTS_KEY
 
 if TYPE_CHECKING:
@@ -253,21 +253,18 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
             f"quantization {model_config.quantization!r} of {', '.join(model_config.architectures)}",
             "use bf16 or fp32",
         ),
-        (
-            vllm_config.cache_config.cache_dtype != "auto",
-            f"kv_cache_dtype={vllm_config.cache_config.cache_dtype!r}",
-            "use kv_cache_dtype=auto",
-        ),
         (vllm_config.kv_transfer_config is not None, "KV transfer", "remove kv_transfer_config"),
     ]
     for refused, what, do in refusals:
         if refused:
             raise Unsupported(f"{what} is not implemented on this target", where="vLLM configuration", do=do)
+    kv_scales.require_supported(vllm_config)
     speculation.require_supported(vllm_config)
     device_sampling.require_supported(vllm_config, TargetConfig.from_additional_config(vllm_config.additional_config))
     sizes = layout.parallel_layout(vllm_config)
     if not require_known_architecture(model_config.architectures, model_config.model):
         layout.require_own_model(sizes, model_config.architectures)
+        kv_scales.require_package(vllm_config)
         from pilotage.serving.fallback.config import prepare
 
         prepare(vllm_config)

@@ -24,7 +24,8 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from pilotage import parallel
 from pilotage.core import store
 from pilotage.core.errors import PilotageError
-from pilotage.serving import compile_mode, kv, layout, loading, memory, speculation, threads
+from pilotage.kernels.cpu.pages import use_huge_pages
+from pilotage.serving import compile_mode, kv, kv_scales, layout, loading, memory, speculation, threads
 from pilotage.serving.kv_read import KVReader
 from pilotage.serving.runner import ModelRunner
 from pilotage.serving.speculation import draft
@@ -93,9 +94,12 @@ class PilotageWorker(WorkerBase):
             raise NotImplementedError("dummy weights: give a tiny checkpoint instead")
         start = time.perf_counter()
         with set_current_vllm_config(self.vllm_config):
-            self.model, self.ledger = loading.load_model(self.vllm_config)
+            cache_8bit = kv_scales.requested(self.vllm_config)
+            self.model, self.ledger = loading.load_model(self.vllm_config, cache_8bit=cache_8bit)
             if speculation.needs_model(self.vllm_config):
                 self.draft_model, _ = loading.load_model(draft.config_of_draft(self.vllm_config))
+        for model in (self.model, self.draft_model):
+            use_huge_pages(model.parameters() if model is not None else ())
         self.load_s = time.perf_counter() - start
 
     def get_model(self) -> torch.nn.Module:
@@ -119,6 +123,7 @@ class PilotageWorker(WorkerBase):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the pages, hand them to the model and prepare the runner."""
         caches = kv.allocate(kv_cache_config, self.kv_specs)
+        use_huge_pages((cache for pair in caches.values() for cache in pair), now=False)
         self.model.bind_kv_cache(caches)
         self.caches, self.kv_cache_config = caches, kv_cache_config
         self.runner = ModelRunner(self.vllm_config, self.model, kv_cache_config, caches, self.draft_model)
@@ -170,6 +175,7 @@ class PilotageWorker(WorkerBase):
             layers=self.model.get_kv_spec().layers,
             groups=kv.layer_groups(self.kv_cache_config, self.model_config.max_model_len),
             caches=self.caches,
+            scales=kv_scales.of(self.model),
             requests=self.runner.requests,
         )
 
@@ -216,6 +222,7 @@ class PilotageWorker(WorkerBase):
             "compile_s": self.compile_s,  # less than its graphs together, which compile side by side
             "threads": torch.get_num_threads(),
             "num_blocks": self.cache_config.num_gpu_blocks,
+            "kv_cache": kv.summary(self.kv_cache_config, self.caches),
         }
         if getattr(self.model, "fallback", False):  # no model package: say so, and what was proven at load
             receipt["fallback"] = vars(self.model.proof)

@@ -37,6 +37,10 @@ class CausalLM(nn.Module):
     lm_head: Any
     # Which parameters of a request the graph applies where it samples; see `core.config.TargetConfig`.
     on_device_sampling: frozenset[str] = frozenset({"temperature", "top_k", "top_p"})
+    # Of keys and values where it is not that of the weights; 8-bit floats need the layers' scales.
+    kv_cache_dtype: torch.dtype | None = None
+    # Whether attention goes through the context with the keys and values that are cached, which can then be rounded.
+    serves_8bit_cache: ClassVar[bool] = True
 
     def __init__(self, config: Any, backend: BackendConfig | None = None) -> None:
         super().__init__()
@@ -140,8 +144,8 @@ class CausalLM(nn.Module):
         return [layer.self_attn for layer in self.model.layers]
 
     def get_kv_spec(self) -> KVSpec:
-        """Say what each layer caches, in the dtype of the weights."""
-        dtype = self.model.embed_tokens.weight.dtype
+        """Say what each layer caches, in `kv_cache_dtype` or else the dtype of the weights."""
+        dtype = self.kv_cache_dtype or self.model.embed_tokens.weight.dtype
         return KVSpec(
             layers=[
                 LayerSpec(layer.layer_name, layer.num_kv_heads, layer.head_size, dtype, layer.window)
@@ -215,7 +219,7 @@ class CausalLM(nn.Module):
     def _divides_rows(self, context: PagedContext, num_tokens: int) -> bool:
         """Whether this step is sequence parallel: a prefill on several ranks, its rows divisible and not tapped."""
         ranks = get_tp_group().world_size
-        if ranks == 1 or num_tokens % ranks or tapped() or self.backend.linear != "parallel":
+        if ranks == 1 or num_tokens % ranks or tapped() or self.backend.linear == "torch":
             return False
         return not context.decodes(self.attention_layers()[0].layer_name)
 

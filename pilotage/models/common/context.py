@@ -59,7 +59,8 @@ class PagedContext(dict[str, Any]):
 
         Args:
             layer: the attention module; has `layer_name`, and `kv_cache` once pages are bound. One with a `kv_source`
-                reads what that layer has cached in this step, and caches nothing.
+                reads what that layer has cached in this step, and caches nothing. Pages of 8-bit floats come with
+                `k_scale` and `v_scale`.
             q: [T, N, H], rotated.
             k, v: [T, K, H], k rotated.
             scale, window, softcap, sinks: see `NF.flash_attention`.
@@ -71,7 +72,11 @@ class PagedContext(dict[str, Any]):
         name = source or layer.layer_name
         meta = self[name]
         k_cache, v_cache = layer.kv_cache
+        k_scale, v_scale = getattr(layer, "k_scale", None), getattr(layer, "v_scale", None)
+        scaled = k_scale is not None and v_scale is not None  # a cache of 8-bit numbers
         if source is None:
+            if scaled:
+                k, v = NF.quantise_kv(k, k_scale), NF.quantise_kv(v, v_scale)
             NF.write_kv(k_cache, v_cache, k, v, slot_mapping=meta["slot_mapping"])
         rows = {
             "token_to_req": meta["token_to_req"],
@@ -79,12 +84,15 @@ class PagedContext(dict[str, Any]):
             "query_start_loc": meta["query_start_loc"],
         }
         how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        scales = {"k_scale": k_scale, "v_scale": v_scale} if scaled else {}
         component: Component | None = getattr(layer, "component", None)
         if component is not None and shares_rows(component):
-            return self._attend_own_rows(component, meta, q, (k_cache, v_cache), how)
+            return self._attend_own_rows(component, meta, q, (k_cache, v_cache), how | scales)
         decode = self.decodes(name)
-        if not decode and meta.get("cached_seq_len") is None:
+        # What a token sees must not depend on how its prompt was cut: rounded keys are read back, new ones too.
+        if not decode and not scaled and meta.get("cached_seq_len") is None:
             return NF.flash_attention(q, k, v, **rows, **how)
+        how |= scales
         rows["block_table"], rows["seq_lens"] = meta["block_table_tensor"], meta["seq_lens"]
         if decode:
             return NF.attention_decode(q, k_cache, v_cache, **rows, **how)

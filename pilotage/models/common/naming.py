@@ -6,6 +6,12 @@ from pilotage.weights import Drop, Identity, Tie, WeightMap
 from pilotage.weights.dequantise import Fp8Scheme
 from pilotage.weights.rules import Rule
 
+# What checkpoints call the scales of an 8-bit cache, below the attention module: one a layer for keys, one for values.
+KV_SCALES = {
+    "k": ("k_scale", "k_proj.k_scale", "k_proj.output_scale"),
+    "v": ("v_scale", "v_proj.v_scale", "v_proj.output_scale"),
+}
+
 
 def same_names(*others: Rule | Drop, tied: bool, fp8: Fp8Scheme | None = None) -> WeightMap:
     """Map every tensor to the parameter of its own name.
@@ -17,5 +23,9 @@ def same_names(*others: Rule | Drop, tied: bool, fp8: Fp8Scheme | None = None) -
     """
     head = [Tie("lm_head.weight", "model.embed_tokens.weight")] if tied else []
     drop = Drop("model.layers.{i}.self_attn.rotary_emb.inv_freq", "computed from the config")
+    scales = [
+        Drop(f"model.layers.{{i}}.self_attn.{name}", "read by the key/value cache where it has 8 bits", first=True)
+        for name in (*KV_SCALES["k"], *KV_SCALES["v"])
+    ]
     quantised = fp8.rules() if fp8 is not None else []
-    return WeightMap([*head, drop, *quantised, *others, Identity()])
+    return WeightMap([*head, drop, *scales, *quantised, *others, Identity()])

@@ -163,6 +163,7 @@ class DeepseekV3ForCausalLM(CausalLM):
 
     config_class = DeepseekV3Config
     weight_map = staticmethod(weight_map)
+    serves_8bit_cache = False  # one scale for a row that is a latent and rotated channels: no checkpoint says which
 
     def __init__(
         self,

@@ -203,3 +203,12 @@ def test_heads_of_ranks_that_hold_the_same_one_are_paired(sides: tuple) -> None:
     double[0][0].keys[3, 1] += 1
     with pytest.raises(BadInput, match="same head"):
         kv.judge(double, expected, side, arm="bfloat16")
+
+
+def test_a_rounded_cache_is_not_measured_against_one_that_is_not() -> None:
+    assert kv.rounded_cache({"kv_cache": {"dtype": "bfloat16"}}) is None
+    assert kv.rounded_cache({}) is None
+    stored = kv.rounded_cache({"kv_cache": {"dtype": "float8_e4m3fn"}})
+    assert stored is not None
+    verdict = kv.not_comparable(stored, arm="bfloat16")
+    assert verdict.status is Status.NOT_MEASURED and "float8_e4m3fn" in verdict.bound_source + str(verdict.evidence)

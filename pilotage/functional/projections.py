@@ -36,20 +36,23 @@ def activation_function(name: str) -> Callable[[Tensor], Tensor]:
 
 
 @operator
-def embedding(input_ids: Tensor, weight: Tensor, *, scale: float | None = None) -> Tensor:
+def embedding(
+    input_ids: Tensor, weight: Tensor, *, scale: float | None = None, padding_idx: int | None = None
+) -> Tensor:
     """Look token rows up, scaled if the model says so.
 
     Args:
         input_ids: [...] integers in [0, V).
         weight: [V, D].
         scale: factor on the rows, e.g. Gemma's sqrt(D).
+        padding_idx: a row that gets no gradient from here; None for none.
 
     Returns:
         [..., D] in the weight's dtype.
 
     Numerics: the scale is rounded to the weight's dtype first, as in transformers (bf16 sqrt(640) is 25.25).
     """
-    rows = F.embedding(input_ids, weight)
+    rows = F.embedding(input_ids, weight, padding_idx)
     if scale is None:
         return rows
     return rows * torch.tensor(scale, dtype=weight.dtype, device=weight.device)

@@ -1,4 +1,4 @@
-"""Which architecture is served by which class.
+"""Which architecture is served, and trained, by which class.
 
 In-tree models are a table of strings; other packages add theirs by an entry point in the group `pilotage.models`, named
 like the architecture in `config.json`: `AcmeForCausalLM = "acme_models.factory:AcmeForCausalLM"`. Nothing is imported
@@ -8,12 +8,14 @@ until an entry is loaded.
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
-from pilotage.core.errors import BadInput
+from pilotage.core.errors import BadInput, Unsupported
 
 GROUP = "pilotage.models"
 
@@ -89,3 +91,41 @@ def find(architectures: Sequence[str]) -> ModelEntry | None:
     """Find the first of `architectures` that is served."""
     known = entries()
     return next((known[name] for name in architectures if name in known), None)
+
+
+# Training classes: architecture -> (module, class) and, for some, tags.
+MODEL_ARCH_MAPPING: OrderedDict[str, tuple[str, str] | tuple[str, str, set[str]]] = OrderedDict(
+    [
+        ("Gemma3ForCausalLM", ("pilotage.models.gemma3.hf", "Gemma3ForCausalLM")),
+        ("LlamaForCausalLM", ("pilotage.models.llama3.hf", "LlamaForCausalLM")),
+        (
+            "LlamaForSequenceClassification",
+            ("pilotage.models.llama3.hf", "LlamaForSequenceClassification", {"retrieval"}),
+        ),
+    ]
+)
+
+
+def training_class(architectures: Sequence[str]) -> Any:
+    """Import the class that trains the first of `architectures` that is known.
+
+    A package that serves an architecture by an entry point trains it by the `ModelClass` of its `hf.py`.
+
+    Raises:
+        Unsupported: none of them is trained here.
+        BadInput: the module or the class is not there.
+    """
+    for name in architectures:
+        if name in MODEL_ARCH_MAPPING:
+            module, attribute = MODEL_ARCH_MAPPING[name][:2]
+            return ModelEntry(name, f"{module}:{attribute}").load()
+        entry = entries().get(name)
+        if entry is not None and entry.origin != "pilotage":
+            module = f"{entry.path.partition(':')[0].rpartition('.')[0]}.hf"
+            if importlib.util.find_spec(module) is not None:
+                return ModelEntry(name, f"{module}:ModelClass", origin=entry.origin).load()
+    raise Unsupported(
+        f"no training class for {', '.join(architectures) or 'an unnamed architecture'}",
+        where="config.json, architectures",
+        do=f"train one of {', '.join(MODEL_ARCH_MAPPING)}, or write hf.py beside the model's factory",
+    )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from torch import Tensor, nn
 
 import pilotage.functional as NF
 import pilotage.nn as pnn
-from pilotage.core.errors import ConfigError
+from pilotage.core.errors import ConfigError, Unsupported
 
 Shard = Literal["column", "row"]
 
@@ -20,29 +21,58 @@ class BackendConfig:
     """The choice of layer classes, passed down through a model's constructor.
 
     Attributes:
+        attn: the attention of training: "sdpa", "flex", "eager"; None for Hugging Face's own choice. Serving has
+            its own operators.
         linear: "parallel" for layers that hold one rank's share and communicate (serving); "torch" for plain
-            `nn.Linear` and `nn.Embedding`, which a plan shards from outside.
+            `nn.Linear` and `nn.Embedding`, which a plan shards from outside; "auto" for the first when serving and
+            the second when training.
         rms_norm: "torch", the one there is.
     """
 
-    linear: str = "parallel"
+    attn: str | None = None
+    linear: str = "auto"
     rms_norm: str = "torch"
 
     def __post_init__(self) -> None:
-        _known("linear", self.linear, ("parallel", "torch"))
+        if self.attn is not None:
+            _known("attn", self.attn, tuple(_ATTENTION))
+        _known("linear", self.linear, _LINEAR)
         _known("rms_norm", self.rms_norm, ("torch",))
+
+    def for_training(self) -> Self:
+        """These choices, with "auto" settled.
+
+        Raises:
+            Unsupported: "parallel" layers, whose shares a training plan cannot see.
+        """
+        if self.linear == "parallel":
+            raise Unsupported(
+                "the layers of serving communicate by themselves, and a training plan cannot shard them",
+                where="BackendConfig.linear",
+                do="use torch",
+            )
+        return dataclasses.replace(self, linear="torch") if self.linear == "auto" else self
+
+    @property
+    def attn_implementation(self) -> str | None:
+        """Hugging Face's name of `attn`."""
+        return None if self.attn is None else _ATTENTION[self.attn]
+
+
+_LINEAR = ("auto", "parallel", "torch")
+_ATTENTION = {"sdpa": "sdpa", "flex": "flex_attention", "eager": "eager"}
 
 
 class ScaledEmbedding(nn.Embedding):
-    """`nn.Embedding` whose rows are multiplied by a factor, rounded to their dtype."""
+    """`nn.Embedding` whose rows are multiplied by a factor, rounded to their dtype; None for no factor."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, scale: float | None) -> None:
         super().__init__(num_embeddings, embedding_dim)
         self.scale = scale
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Look up input_ids [...] -> [..., D]."""
-        return NF.embedding(input_ids, self.weight, scale=self.scale)
+        """Look up input_ids [...] -> [..., D]; the row of `padding_idx` gets no gradient from here."""
+        return NF.embedding(input_ids, self.weight, scale=self.scale, padding_idx=self.padding_idx)
 
 
 def _known(field: str, value: str, known: tuple[str, ...]) -> None:
@@ -77,7 +107,7 @@ def initialize_linear_module(
         ConfigError: an unknown kind.
         Unsupported: the layer does not divide over the ranks.
     """
-    _known("linear", kind, ("parallel", "torch"))
+    _known("linear", kind, _LINEAR)
     if kind == "torch":
         return nn.Linear(in_features, out_features, bias=bias)
     if shard == "row":
@@ -109,7 +139,7 @@ def initialize_embedding_module(
     Raises:
         ConfigError: an unknown kind.
     """
-    _known("linear", kind, ("parallel", "torch"))
+    _known("linear", kind, _LINEAR)
     if kind == "torch":
         return ScaledEmbedding(num_embeddings, embedding_dim, scale=scale)
     return pnn.VocabDimShardedEmbedding(num_embeddings, embedding_dim, scale=scale)
@@ -121,6 +151,6 @@ def initialize_lm_head_module(kind: str, in_features: int, vocab_size: int, bias
     Raises:
         ConfigError: an unknown kind.
     """
-    _known("linear", kind, ("parallel", "torch"))
+    _known("linear", kind, _LINEAR)
     build: Callable[..., nn.Module] = nn.Linear if kind == "torch" else pnn.LMHead
     return build(in_features, vocab_size, bias=bias)

@@ -1,0 +1,65 @@
+"""A tiny checkpoint twice for training: in transformers, and as our training face."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pilotage.models import registry
+
+NAMES = tuple(
+    {
+        "llama3": "LlamaForCausalLM",
+        "gemma3": "Gemma3ForCausalLM",
+    }
+)
+
+
+def hf_face(path: Path, dtype: torch.dtype = torch.float32, attention: str | None = None, **config: Any) -> Any:
+    """The transformers model of a checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    options = {} if attention is None else {"attn_implementation": attention}
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, experts_implementation="eager", **options, **config
+    ).train()
+
+
+def our_face(path: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """Our training face of a checkpoint."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path)
+    return registry.training_class(config.architectures).from_pretrained(path, dtype=dtype, **options).train()
+
+
+def batch(pad_id: int | None, *, left: int = 9, right: int = 7, length: int = 50) -> dict[str, Tensor]:
+    """Three rows, one padded on the left, one on the right, longer than three windows."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, 320, (3, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :left] = 0
+    mask[1, length - right :] = 0
+    if pad_id is not None:
+        ids = ids.masked_fill(mask == 0, pad_id)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def packed(lengths: tuple[int, ...] = (23, 5, 22)) -> dict[str, Tensor]:
+    """Several sequences in one row, told apart by their positions alone."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(5, 320, (1, sum(lengths)), generator=generator)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+
+
+def gradients(model: Any, given: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    """Run forward and backward; the output, and every parameter's gradient."""
+    model.zero_grad(set_to_none=True)
+    output = model(**given)
+    output.loss.backward()
+    return output, {name: copy.copy(parameter.grad) for name, parameter in model.named_parameters()}

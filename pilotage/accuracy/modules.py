@@ -57,9 +57,11 @@ def layer_types(hf_model: Any, layers: int) -> list[str]:
     return list(getattr(config, "layer_types", None) or ["full_attention"] * layers)
 
 
-def chosen(types: Sequence[str]) -> list[int]:
-    """Choose the first layer of each kind, and the last layer."""
-    return sorted({*(types.index(kind) for kind in types), len(types) - 1})
+def chosen(types: Sequence[str], shared: int = 0) -> list[int]:
+    """Choose the first layer of each kind, and the last layer; of the `shared` last ones the first of each kind too."""
+    own = len(types) - shared
+    first = {types.index(kind) for kind in types} | {types.index(kind, own) for kind in types[own:]}
+    return sorted({*first, len(types) - 1})
 
 
 def names(decoder: Any, layers: Sequence[int]) -> list[tuple[str, str]]:
@@ -67,7 +69,12 @@ def names(decoder: Any, layers: Sequence[int]) -> list[tuple[str, str]]:
     found = [("embed_tokens", "embedding")]
     for index in layers:
         layer = decoder.layers[index]
-        inner = [name for name, _ in layer.named_modules() if name and name.split(".")[-1].endswith("norm")]
+        # A norm without a weight is arithmetic of its block, and no module that a port must have.
+        inner = [
+            name
+            for name, module in layer.named_modules()
+            if name.split(".")[-1].endswith("norm") and getattr(module, "weight", None) is not None
+        ]
         found += [(f"layers.{index}", "decoder layer"), (f"layers.{index}.self_attn", "attention")]
         found += [(f"layers.{index}.mlp", "mlp"), *((f"layers.{index}.{name}", "norm") for name in inner)]
     return [*found, ("norm", "norm")]
@@ -183,7 +190,8 @@ def listed(model: Any, patterns: Sequence[str] | None) -> tuple[list[tuple[str, 
     decoder = model.get_decoder()
     types = layer_types(model, len(decoder.layers))
     if patterns is None:
-        return names(decoder, chosen(types)), list(dict.fromkeys(types))
+        shared = getattr(model.config.get_text_config(), "num_kv_shared_layers", None) or 0
+        return names(decoder, chosen(types, shared)), list(dict.fromkeys(types))
     everything = [*names(decoder, range(len(types))), *linears(decoder)]
     known = [*(name for name, _ in everything), "rotary_emb"]
     picked = sites.select(patterns, known, where="--module")
@@ -201,8 +209,11 @@ def _jobs(
         x = expected.calls[name].x
         if x.is_floating_point():
             x = x.to(dtype).float()
-        layer = types[int(name.split(".")[1])] if kind in CONTEXT else ""
-        jobs.append(Job(name=name, kind=kind, label=name, x=x, layer_type=layer))
+        layer, beside = "", {}
+        if kind in CONTEXT:
+            layer = types[int(name.split(".")[1])]
+            beside = {key: value.to(dtype).float() for key, value in expected.beside(name).items()}
+        jobs.append(Job(name=name, kind=kind, label=name, x=x, layer_type=layer, beside=beside))
         eps = _epsilon(expected.decoder.get_submodule(name)) if kind == "norm" else None
         if eps is not None:
             small = (x * (SMALL * eps**0.5 / x.square().mean().sqrt())).to(dtype).float()
@@ -241,8 +252,8 @@ def _compared(
 
 def _run(job: Job, arm: HFModules) -> tuple[Tensor, tuple[Tensor, int] | None]:
     """Run a job on one of Hugging Face's; also its router's logits and how many experts a token gets, if any."""
-    routed = arm.routed(job.name, job.x) if job.kind in ROUTED else None
-    return (arm.run(job.name, job.x), None) if routed is None else (routed[0], routed[1:])
+    routed = arm.routed(job.name, job.x, job.beside) if job.kind in ROUTED else None
+    return (arm.run(job.name, job.x, job.beside), None) if routed is None else (routed[0], routed[1:])
 
 
 def _clear(logits: Tensor, top_k: int, noisy: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ class Job:
         label: of the result.
         x: its input, [1, S, D]; tokens [1, S] of an embedding; positions [S] of RoPE, whose answer is cos and sin.
         layer_type: kind of attention, for those of `CONTEXT` and for RoPE.
+        beside: what the module gets beside its input: `per_layer_input` [1, S, P], and `keys` and `values` [1, K, S, H]
+            of the earlier layer that it attends to.
     """
 
     name: str
@@ -47,10 +50,13 @@ class Job:
     label: str
     x: Tensor
     layer_type: str
+    beside: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 # Kinds that need a cache and positions.
 CONTEXT = ("attention", "decoder layer")
+# Hugging Face's names of what some layers get beside the residual stream.
+_PER_LAYER, _SHARED = "per_layer_input", "shared_kv_states"
 
 
 class HFModules:
@@ -80,6 +86,8 @@ class HFModules:
 
     def _recorder(self, name: str) -> Any:
         def record(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if kwargs.get(_SHARED) is not None:
+                kwargs = {**kwargs, _SHARED: dict(kwargs[_SHARED])}  # later layers write into theirs
             if args:
                 self.calls[name] = Call(x=args[0], args=args[1:], kwargs=dict(kwargs), key=None)
             else:
@@ -89,17 +97,49 @@ class HFModules:
 
         return record
 
+    def beside(self, name: str) -> dict[str, Tensor]:
+        """Return what a module got beside its input; see `Job.beside`."""
+        call, module = self.calls[name], self.decoder.get_submodule(name)
+        if _PER_LAYER not in (accepted := inspect.signature(module.forward).parameters) and _SHARED not in accepted:
+            return {}
+        given = self._arguments(call, module, call.x)
+        found = {_PER_LAYER: given[_PER_LAYER]} if isinstance(given.get(_PER_LAYER), Tensor) else {}
+        attention = getattr(module, "self_attn", module)
+        if getattr(attention, "is_kv_shared_layer", False):
+            found["keys"], found["values"] = given[_SHARED][attention.layer_type]
+        return found
+
+    @staticmethod
+    def _arguments(call: Call, module: Any, x: Tensor) -> dict[str, Any]:
+        """Name everything that a module is called with."""
+        by_name = {call.key: x} if call.key is not None else {}
+        first = () if call.key is not None else (x,)
+        bound = inspect.signature(module.forward).bind(*first, *call.args, **by_name, **call.kwargs).arguments
+        return {**bound.pop("kwargs", {}), **bound}
+
     @torch.inference_mode()
-    def run(self, name: str, x: Tensor) -> Tensor:
-        """Call a module with `x` in place of its own input, and all else as its model gave it."""
+    def run(self, name: str, x: Tensor, beside: Mapping[str, Tensor] | None = None) -> Tensor:
+        """Call a module with `x` in place of its own input, `beside` likewise, and all else as its model gave it."""
         call = self.calls[name]
         module = self.decoder.get_submodule(name)
         if x.is_floating_point():
             x = x.to(self.dtype)
-        found = module(x, *call.args, **call.kwargs) if call.key is None else module(**{call.key: x}, **call.kwargs)
+        if beside:
+            given = self._arguments(call, module, x)
+            beside = {key: value.to(self.dtype) for key, value in beside.items()}
+            if _PER_LAYER in beside:
+                given[_PER_LAYER] = beside[_PER_LAYER]
+            if "keys" in beside:
+                kind = getattr(module, "self_attn", module).layer_type
+                given[_SHARED] = {**given[_SHARED], kind: (beside["keys"], beside["values"])}
+            found = module(**given)
+        else:
+            found = module(x, *call.args, **call.kwargs) if call.key is None else module(**{call.key: x}, **call.kwargs)
         return found[0] if isinstance(found, tuple) else found
 
-    def routed(self, name: str, x: Tensor) -> tuple[Tensor, Tensor, int] | None:
+    def routed(
+        self, name: str, x: Tensor, beside: Mapping[str, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, int] | None:
         """Run a module that may hold experts, and see what its router is asked.
 
         Returns:
@@ -124,7 +164,7 @@ class HFModules:
             return None
         hooks = [router.register_forward_hook(see) for router in routers]
         try:
-            out = self.run(name, x)
+            out = self.run(name, x, beside)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -133,8 +173,6 @@ class HFModules:
     @torch.inference_mode()
     def rope(self, positions: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
         """Return cos and sin [S, R] of one kind of layer at positions [S]."""
-        import inspect
-
         rotary = self.decoder.rotary_emb
         x = torch.zeros(1, dtype=self.dtype)
         by_type = "layer_type" in inspect.signature(rotary.forward).parameters
@@ -225,14 +263,37 @@ class OurModules:
         return cos, sin
 
     @torch.inference_mode()
-    def with_context(self, name: str, x: Tensor, layer_type: str) -> Tensor:
+    def with_context(self, job: Job) -> Tensor:
         """Call an attention module or a decoder layer on rows [1, S, D], step by step."""
-        module, rows = self.module(name), x[0].to(self.dtype)
+        module, rows = self.module(job.name), job.x[0].to(self.dtype)
         out = []
         for start, end, context in self.steps():
-            rope = self.rope(context["positions"], layer_type)
-            out.append(module(rows[start:end], rope, context))
+            rope = self.rope(context["positions"], job.layer_type)
+            more = self._beside(module, job, slice(start, end), context)
+            out.append(module(rows[start:end], rope, context, **more))
         return torch.cat(out)[None]
+
+    def _beside(self, module: Any, job: Job, rows: slice, context: Any) -> dict[str, Any]:
+        """Return what a module takes beside rows, positions and context; an earlier layer's keys go to its pages."""
+        import pilotage.functional as NF
+        from pilotage.parallel import get_tp_group
+
+        accepted = inspect.signature(module.forward).parameters
+        more: dict[str, Any] = {}
+        if _PER_LAYER in accepted and _PER_LAYER in job.beside:
+            more[_PER_LAYER] = job.beside[_PER_LAYER][0, rows].to(self.dtype)
+        if "earlier" not in accepted:
+            return more
+        more["earlier"] = {}
+        attention = getattr(module, "self_attn", module)
+        if attention.kv_source is not None:
+            k, v = (job.beside[name][0, :, rows].transpose(0, 1).to(self.dtype) for name in ("keys", "values"))
+            shards, group = k.shape[1] // attention.num_kv_heads, get_tp_group()
+            share = group.rank * shards // group.world_size
+            k, v = (x.chunk(shards, dim=1)[share].contiguous() for x in (k, v))
+            NF.write_kv(*attention.kv_cache, k, v, slot_mapping=context[attention.kv_source]["slot_mapping"])
+            more["earlier"][job.layer_type] = (k, v)
+        return more
 
     @torch.inference_mode()
     def run(self, name: str, x: Tensor) -> Tensor:
@@ -254,7 +315,7 @@ class OurModules:
             return None
         if job.kind == "embedding":
             return self.embed(job.x)
-        return self.with_context(job.name, job.x, job.layer_type) if job.kind in CONTEXT else self.run(job.name, job.x)
+        return self.with_context(job) if job.kind in CONTEXT else self.run(job.name, job.x)
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ Each is a plain-torch definition plus whatever faster implementations have regis
 would run for a call, `receipt()` what did. They compute one rank's share and know nothing of process groups.
 """
 
-from pilotage.functional import native, sdpa  # noqa: F401  register their implementations
+from pilotage.functional import descriptions, fused, native, sdpa  # noqa: F401  describe and register
 from pilotage.functional.attention import (
     KV_8BIT,
     attention_decode,
@@ -13,6 +13,7 @@ from pilotage.functional.attention import (
     segmented_attention,
     write_kv,
 )
+from pilotage.functional.domain import Domain, Emulator, Limit
 from pilotage.functional.latent import latent_queries, latent_values
 from pilotage.functional.moe import expert_affinities, experts, router, router_logits
 from pilotage.functional.native import load_kernels
@@ -33,6 +34,8 @@ from pilotage.functional.registry import (
     DEFINITION,
     Call,
     TensorSpec,
+    count_fallbacks,
+    describe,
     explain,
     forced,
     kernels_disabled,
@@ -49,10 +52,15 @@ __all__ = [
     "DEFINITION",
     "KV_8BIT",
     "Call",
+    "Domain",
+    "Emulator",
+    "Limit",
     "RopeFrequencies",
     "TensorSpec",
     "activation_function",
     "attention_decode",
+    "count_fallbacks",
+    "describe",
     "embedding",
     "expert_affinities",
     "experts",

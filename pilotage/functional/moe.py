@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pilotage.core.errors import Unsupported
+from pilotage.functional.domain import Domain, Limit
 from pilotage.functional.projections import activation_function
-from pilotage.functional.registry import Call, operator, register
+from pilotage.functional.registry import operator, register
 
 RULES = ("softmax_topk", "topk_softmax", "sigmoid_groups")
 CLAMPED_SWIGLU = "clamped_swiglu"
@@ -195,17 +196,6 @@ def _chosen_experts(
     return total.to(x.dtype).view(x.shape)
 
 
-def _few_tokens(call: Call) -> str | None:
-    shape = call["x"].shape
-    tokens = 1
-    for size in shape[:-1]:
-        tokens *= size
-    count: int = call["gate_up_weight"].shape[0]
-    if 2 * tokens * call["top_k"] > count:
-        return f"{tokens} tokens choose {tokens * call['top_k']} of {count} experts; reading all of them is cheaper"
-    return None
-
-
 def _gated(hidden: Tensor, activation: str, interleaved: bool, alpha: float | None, limit: float | None) -> Tensor:
     gate, up = (hidden[..., ::2], hidden[..., 1::2]) if interleaved else hidden.chunk(2, dim=-1)
     if activation != CLAMPED_SWIGLU:
@@ -216,4 +206,9 @@ def _gated(hidden: Tensor, activation: str, interleaved: bool, alpha: float | No
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
-register("experts", "chosen", _chosen_experts, domain=_few_tokens, priority=10)
+_FEW_TOKENS = Domain(
+    worth={"2 * T * top_k - E": Limit(at_most=0, why="with more tokens, reading all experts is cheaper")},
+    gradient=True,
+    sharding="that of its torch operators",
+)
+register("experts", "chosen", _chosen_experts, domain=_FEW_TOKENS, priority=10)

@@ -5,18 +5,17 @@ Same results as the definitions to rounding: sums are fp32 in another order. Ser
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 import pilotage.functional.attention
 import pilotage.functional.projections  # noqa: F401  the operators exist before implementations of them register
-from pilotage.functional.projections import activation_function
-from pilotage.functional.registry import Call, kernels_disabled, register
+from pilotage.functional.domain import Domain, Limit
+from pilotage.functional.registry import kernels_disabled, register
 from pilotage.kernels import cpu
 
-_MAX_ROWS = 16  # of a linear layer's input; from there on torch's matrix product is as fast
+_MAX_ROWS_PLAIN = 16  # of a linear layer's input where the processor has no bf16 products
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3}  # as numbered in activation.h
 _MAX_GROUP = 32  # query heads that share a key head
 
 
@@ -48,8 +47,8 @@ def _mlp(
     *,
     activation: str,
 ) -> Tensor:
-    gate, up = _linear(x, gate_up_weight, gate_up_bias).chunk(2, dim=-1)
-    return _linear(activation_function(activation)(gate) * up, down_weight, down_bias)
+    number = _ACTIVATIONS[activation]
+    return torch.ops.pilotage.native_mlp(x, gate_up_weight, down_weight, gate_up_bias, down_bias, number)
 
 
 def _write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *, slot_mapping: Tensor) -> None:
@@ -95,56 +94,41 @@ def _paged_attention(
     )
 
 
-def _linear_domain(call: Call) -> str | None:
-    reason = call.refuse_unless(device="cpu", dtypes=(torch.bfloat16,))
-    if reason is not None:
-        return reason
-    shape = call["x"].shape
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    if rows > _MAX_ROWS:
-        return f"{rows} rows; from {_MAX_ROWS + 1} on torch is as fast"
-    return cpu.unavailable()
+def _attention_domain(*keys: str) -> Domain:
+    return Domain(
+        targets=("cpu",),
+        dtypes=(torch.float32, torch.bfloat16),
+        one_dtype=("q", *keys),
+        limits={"N//K": Limit(at_most=_MAX_GROUP)},
+        options={"k_scale": (None,), "v_scale": (None,)} if "k_cache" in keys else {},
+        machine=cpu.unavailable,
+    )
 
 
-def _floats(call: Call) -> set[torch.dtype]:
-    return {spec.dtype for name, spec in call.tensors.items() if spec.dtype.is_floating_point and name != "sinks"}
+def _linear_domain(**options: tuple[str, ...]) -> Domain:
+    few = Limit(at_most=_MAX_ROWS_PLAIN, why="without bf16 products torch is as fast with more rows")
+    return Domain(
+        targets=("cpu",),
+        dtypes=(torch.bfloat16,),
+        worth={} if cpu.has_bf16_products() else {"T": few},
+        options=options,
+        machine=cpu.unavailable,
+    )
 
 
-def _attention_domain(call: Call) -> str | None:
-    reason = call.refuse_unless(device="cpu", dtypes=(torch.float32, torch.bfloat16))
-    if reason is not None:
-        return reason
-    if call.arguments.get("k_scale") is not None or call.arguments.get("v_scale") is not None:
-        return "the cache has scales"
-    if len(_floats(call)) > 1:
-        return "queries and cache differ in dtype"
-    keys: Any = call.arguments.get("k_cache") or call["k"]
-    group = call["q"].shape[1] // keys.shape[1]
-    if group > _MAX_GROUP:
-        return f"{group} query heads share a key head; at most {_MAX_GROUP}"
-    return cpu.unavailable()
-
-
-def _write_domain(call: Call) -> str | None:
-    reason = call.refuse_unless(device="cpu")
-    if reason is not None:
-        return reason
-    if len(_floats(call)) > 1:
-        return "new values and cache differ in dtype"
-    return cpu.unavailable()
-
+_LINEAR_DOMAIN, _MLP_DOMAIN = _linear_domain(), _linear_domain(activation=tuple(_ACTIVATIONS))
+_PACKED_DOMAIN, _PAGED_DOMAIN = _attention_domain("k", "v"), _attention_domain("k_cache", "v_cache")
+_WRITE_DOMAIN = Domain(targets=("cpu",), one_dtype=("k_cache", "v_cache", "k", "v"), machine=cpu.unavailable)
 
 for _operator, _function in (
     ("linear", _linear),
     ("o_proj", _linear),
     ("lm_head", _linear),
     ("qkv_proj", _qkv_proj),
-    ("mlp", _mlp),
 ):
-    register(_operator, "native", _function, domain=_linear_domain, priority=20)
-register("write_kv", "native", _write_kv, domain=_write_domain, priority=20)
-register("flash_attention", "native", _flash_attention, domain=_attention_domain, priority=20)
-register("segmented_attention", "native", _paged_attention, domain=_attention_domain, priority=20)
-register("attention_decode", "native", _paged_attention, domain=_attention_domain, priority=20)
+    register(_operator, "native", _function, domain=_LINEAR_DOMAIN, priority=20, language="C++")
+register("mlp", "native", _mlp, domain=_MLP_DOMAIN, priority=20, language="C++")
+register("write_kv", "native", _write_kv, domain=_WRITE_DOMAIN, priority=20, language="C++")
+register("flash_attention", "native", _flash_attention, domain=_PACKED_DOMAIN, priority=20, language="C++")
+register("segmented_attention", "native", _paged_attention, domain=_PAGED_DOMAIN, priority=20, language="C++")
+register("attention_decode", "native", _paged_attention, domain=_PAGED_DOMAIN, priority=20, language="C++")

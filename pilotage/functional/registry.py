@@ -8,6 +8,7 @@ options, never on values, so it is made once while a graph is traced and leaves 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import inspect
 import os
@@ -20,12 +21,16 @@ import torch
 from torch import Tensor
 
 from pilotage.core.errors import ConfigError, Unsupported
+from pilotage.functional import layout
+from pilotage.functional.domain import FALLBACKS, OUTSIDE, Domain, Refusal
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 DEFINITION = "torch"
-_OFF = ("1", "true", "yes", "on")
+_ON = ("1", "true", "yes", "on")
+_OFF_NAMES = ("PILOTAGE_DISABLE_KERNELS", "VLLM_NEURON_DISABLE_KERNELS")
+_SWITCHES = (*_OFF_NAMES, "NKI_SIMULATOR", "TRITON_INTERPRET")  # a choice holds while these are as they were
 
 
 class TensorSpec(NamedTuple):
@@ -51,6 +56,13 @@ class Call:
     def tensors(self) -> dict[str, TensorSpec]:
         return {name: value for name, value in self.arguments.items() if isinstance(value, TensorSpec)}
 
+    @functools.cached_property
+    def dims(self) -> Mapping[str, int]:
+        """What the letters of the operator's layout (core/shapes.md) stand for, and the integers among its options."""
+        numbers = {name: value for name, value in self.arguments.items() if type(value) is int}
+        shapes = {name: spec.shape for name, spec in self.tensors.items()}
+        return numbers | layout.bind(layout_of(self.operator), shapes, numbers)[0]
+
     def refuse_unless(self, *, device: str | None = None, dtypes: tuple[torch.dtype, ...] | None = None) -> str | None:
         """Give the usual reasons against an opaque kernel: another device, another float dtype, a gradient wanted."""
         for name, spec in self.tensors.items():
@@ -63,27 +75,51 @@ class Call:
         return None
 
 
-Domain = Callable[[Call], str | None]
-
-
 class Implementation(NamedTuple):
-    """One way to compute an operator. `domain` returns None for "mine", or the reason why not."""
+    """One way to compute an operator.
+
+    Attributes:
+        domain: a `Domain`, or a function that returns None for "mine", or the reason why not.
+        language: what it is written in: torch, C++, NKI, Triton.
+        notes: limits in words that the domain does not express.
+    """
 
     name: str
     function: Callable[..., Any]
-    domain: Domain
+    domain: Domain | Callable[[Call], str | None]
     priority: int
+    language: str = "torch"
+    notes: str = ""
+
+    def judge(self, call: Call) -> Refusal | None:
+        """Return why it does not take a call here and now, or None."""
+        if isinstance(self.domain, Domain):
+            return self.domain.judge(call)
+        words = self.domain(call)
+        return None if words is None else Refusal(OUTSIDE, words)
 
 
 class Choice(NamedTuple):
-    """What was chosen for a call and why the others were not."""
+    """What was chosen for a call and why the others were not.
+
+    `fallback`: one of the others is made for this device and better, and had to be passed over.
+    """
 
     implementation: str
     reason: str
     refused: tuple[tuple[str, str], ...]
+    fallback: bool = False
+
+
+class Described(NamedTuple):
+    """What is known of an operator's arguments: the layout of its tensors, and values of options worth trying."""
+
+    layout: Mapping[str, str]
+    examples: Mapping[str, tuple[Any, ...]]
 
 
 _OPERATORS: dict[str, dict[str, Implementation]] = {}
+_DESCRIBED: dict[str, Described] = {}
 _SIGNATURES: dict[str, inspect.Signature] = {}
 _FORCED: dict[str, str] = {}
 _RECEIPT: Counter[tuple[str, Choice]] = Counter()
@@ -91,29 +127,92 @@ _RECEIPT: Counter[tuple[str, Choice]] = Counter()
 
 def kernels_disabled() -> bool:
     """Tell whether the environment switches every implementation but the definitions off."""
-    names = ("PILOTAGE_DISABLE_KERNELS", "VLLM_NEURON_DISABLE_KERNELS")
-    return any(os.environ.get(name, "").lower() in _OFF for name in names)
+    return any(os.environ.get(name, "").lower() in _ON for name in _OFF_NAMES)
 
 
 def operator(definition: Callable[P, R]) -> Callable[P, R]:
     """Make `definition` an operator: the same signature, dispatched to the best implementation registered for it."""
     name = definition.__name__
-    _OPERATORS[name] = {DEFINITION: Implementation(DEFINITION, definition, lambda call: None, 0)}
+    everywhere = Domain(gradient=True, sharding="that of its torch operators")
+    _OPERATORS[name] = {DEFINITION: Implementation(DEFINITION, definition, everywhere, 0)}
     _SIGNATURES[name] = inspect.signature(definition)
     implementations = _OPERATORS[name]
 
     @functools.wraps(definition)
     def dispatched(*args: P.args, **kwargs: P.kwargs) -> R:
         names = tuple(kwargs)
-        values = tuple([_describe(value) for value in args] + [_describe(value) for value in kwargs.values()])
+        values = tuple([_facts(value) for value in args] + [_facts(value) for value in kwargs.values()])
         result: R = implementations[_choose(name, values, names)].function(*args, **kwargs)
         return result
 
     return dispatched
 
 
+def describe(operator: str, tensors: Mapping[str, str], **examples: tuple[Any, ...]) -> None:
+    """Say how an operator's tensors are laid out, and which values its other arguments may take.
+
+    Domains state limits in these letters; `pilotage kernels explain` and `check` make arguments from them.
+
+    Args:
+        operator: its name.
+        tensors: tensor argument -> layout, e.g. {"x": "... D", "weight": "D"}; see `functional.layout`.
+        examples: argument -> values worth trying, the first of them where one has to do.
+
+    Raises:
+        ConfigError: an operator or argument that does not exist.
+    """
+    _require(operator, "describe")
+    unknown = [name for name in (*tensors, *examples) if name not in _SIGNATURES[operator].parameters]
+    if unknown:
+        raise ConfigError(
+            f"no argument named {unknown[0]!r}",
+            where=f"functional.{operator}",
+            do=f"its arguments are {', '.join(_SIGNATURES[operator].parameters)}",
+        )
+    _DESCRIBED[operator] = Described(dict(tensors), dict(examples))
+    _decide.cache_clear()
+
+
+def layout_of(operator: str) -> Mapping[str, str]:
+    """Return the layout of each tensor argument; empty if nothing was said of them."""
+    return _DESCRIBED[operator].layout if operator in _DESCRIBED else {}
+
+
+def examples_of(operator: str) -> Mapping[str, tuple[Any, ...]]:
+    """Return the values worth trying of each option."""
+    return _DESCRIBED[operator].examples if operator in _DESCRIBED else {}
+
+
+def operators() -> list[str]:
+    """Return the names of all operators."""
+    return sorted(_OPERATORS)
+
+
+def implementations(operator: str) -> list[Implementation]:
+    """Return the implementations of an operator, the one to be asked first first.
+
+    Raises:
+        ConfigError: no such operator.
+    """
+    _require(operator, "implementations")
+    return sorted(_OPERATORS[operator].values(), key=lambda one: -one.priority)
+
+
+def signature_of(operator: str) -> inspect.Signature:
+    """Return the signature that all implementations of an operator share."""
+    _require(operator, "signature_of")
+    return _SIGNATURES[operator]
+
+
 def register(
-    operator: str, name: str, function: Callable[..., Any], *, domain: Domain, priority: int
+    operator: str,
+    name: str,
+    function: Callable[..., Any],
+    *,
+    domain: Domain | Callable[[Call], str | None],
+    priority: int,
+    language: str = "torch",
+    notes: str = "",
 ) -> Implementation:
     """Offer another implementation of an operator.
 
@@ -121,21 +220,21 @@ def register(
         operator: name of the operator, e.g. "attention_decode".
         name: name of the implementation, as the receipt prints it.
         function: called with exactly the arguments that the caller gave; must agree with the definition.
-        domain: given the `Call`, returns None where the function is correct and fast, else the reason in words.
+        domain: where the function is correct and fast, as a `Domain`; or a function of the `Call` that returns None
+            there and else the reason in words.
         priority: the highest one whose domain accepts is taken; the definition has 0.
+        language: what it is written in: torch, C++, NKI, Triton.
+        notes: its limits in words, where the domain does not express them.
 
     Raises:
         ConfigError: no such operator, or the name is taken.
 
     A graph that is already compiled keeps the implementation it was traced with.
     """
-    if operator not in _OPERATORS:
-        raise ConfigError(
-            f"no operator named {operator!r}", where="register", do=f"use one of {', '.join(sorted(_OPERATORS))}"
-        )
+    _require(operator, "register")
     if name in _OPERATORS[operator]:
         raise ConfigError(f"{name!r} is already registered", where=f"functional.{operator}", do="choose another name")
-    implementation = Implementation(name, function, domain, priority)
+    implementation = Implementation(name, function, domain, priority, language, notes)
     _OPERATORS[operator][name] = implementation
     _decide.cache_clear()
     return implementation
@@ -169,21 +268,21 @@ def explain(operator: str | None = None, *args: Any, **kwargs: Any) -> dict[str,
         args, kwargs: the arguments of a call to judge; without any, only the implementations are listed.
 
     Returns:
-        `{operator: [names]}`, or `{"operator", "implementation", "reason", "refused": {name: reason}}`.
+        `{operator: [names]}`, or `{"operator", "implementation", "reason", "refused": {name: reason}, "fallback"}`.
     """
     if operator is None:
-        return {name: [one.name for one in _by_priority(name)] for name in sorted(_OPERATORS)}
-    if operator not in _OPERATORS:
-        raise ConfigError(f"no operator named {operator!r}", where="explain")
+        return {name: [one.name for one in implementations(name)] for name in operators()}
+    _require(operator, "explain")
     if not args and not kwargs:
-        return {operator: [one.name for one in _by_priority(operator)]}
-    values = tuple(_describe(value) for value in (*args, *kwargs.values()))
-    choice = _decide(operator, values, tuple(kwargs), _FORCED.get(operator), kernels_disabled())
+        return {operator: [one.name for one in implementations(operator)]}
+    values = tuple(_facts(value) for value in (*args, *kwargs.values()))
+    choice = _decide(operator, values, tuple(kwargs), _FORCED.get(operator), _switches())
     return {
         "operator": operator,
         "implementation": choice.implementation,
         "reason": choice.reason,
         "refused": dict(choice.refused),
+        "fallback": choice.fallback,
     }
 
 
@@ -200,9 +299,20 @@ def receipt() -> dict[str, list[dict[str, Any]]]:
                 "selections": selections,
                 "reason": choice.reason,
                 "refused": dict(choice.refused),
+                "fallback": choice.fallback,
             }
         )
     return out
+
+
+def count_fallbacks(operators: Mapping[str, list[dict[str, Any]]]) -> dict[str, int]:
+    """Count by operator how often something better, made for this device, had to be passed over.
+
+    Args:
+        operators: a `receipt()`.
+    """
+    counts = {name: sum(row["selections"] for row in rows if row.get("fallback")) for name, rows in operators.items()}
+    return {name: count for name, count in counts.items() if count}
 
 
 @contextlib.contextmanager
@@ -221,11 +331,18 @@ def reset_receipt() -> None:
     _RECEIPT.clear()
 
 
-def _by_priority(name: str) -> list[Implementation]:
-    return sorted(_OPERATORS[name].values(), key=lambda one: -one.priority)
+def _require(operator: str, where: str) -> None:
+    if operator not in _OPERATORS:
+        near = difflib.get_close_matches(operator, _OPERATORS, n=1)
+        hint = f"is it {near[0]}? all are" if near else "use one of"
+        raise ConfigError(f"no operator named {operator!r}", where=where, do=f"{hint} {', '.join(operators())}")
 
 
-def _describe(value: Any) -> Any:
+def _switches() -> tuple[str | None, ...]:
+    return tuple(os.environ.get(name) for name in _SWITCHES)
+
+
+def _facts(value: Any) -> Any:
     if isinstance(value, Tensor):
         wants_grad = value.requires_grad and torch.is_grad_enabled()
         return ("tensor", value.dtype, tuple(value.shape), value.device.type, wants_grad)
@@ -235,34 +352,48 @@ def _describe(value: Any) -> Any:
 @torch.compiler.assume_constant_result
 def _choose(name: str, values: tuple[Any, ...], keywords: tuple[str, ...]) -> str:
     """Choose, and record the choice. Dynamo calls this while tracing and keeps only the answer."""
-    choice = _decide(name, values, keywords, _FORCED.get(name), kernels_disabled())
+    choice = _decide(name, values, keywords, _FORCED.get(name), _switches())
     _RECEIPT[(name, choice)] += 1
     return choice.implementation
 
 
 @functools.lru_cache(maxsize=4096)
 def _decide(
-    name: str, values: tuple[Hashable, ...], keywords: tuple[str, ...], forced: str | None, off: bool
+    name: str,
+    values: tuple[Hashable, ...],
+    keywords: tuple[str, ...],
+    forced: str | None,
+    switches: tuple[str | None, ...],
 ) -> Choice:
+    """Choose. `switches` is only part of the key: domains read the environment themselves."""
     call = _call(name, values, keywords)
     if forced is not None:
-        reason = _OPERATORS[name][forced].domain(call)
-        if reason is not None:
-            raise Unsupported(f"{forced!r} was asked for, and {reason}", where=f"functional.{name}")
+        refusal = _OPERATORS[name][forced].judge(call)
+        if refusal is not None:
+            raise Unsupported(f"{forced!r} was asked for, and {refusal.words}", where=f"functional.{name}")
         return Choice(forced, "asked for", ())
     refused: list[tuple[str, str]] = []
-    for one in _by_priority(name):
+    fallback = False
+    off = kernels_disabled()
+    for one in implementations(name):
         if off and one.name != DEFINITION:
             refused.append((one.name, "kernels are switched off by the environment"))
             continue
-        reason = one.domain(call)
-        if reason is None:
+        refusal = one.judge(call)
+        if refusal is None:
             why = "highest priority that accepts" if one.name != DEFINITION else "nothing faster accepts"
             if len(_OPERATORS[name]) == 1:
                 why = "the only implementation"
-            return Choice(one.name, why, tuple(refused))
-        refused.append((one.name, reason))
+            return Choice(one.name, why, tuple(refused), fallback)
+        refused.append((one.name, refusal.words))
+        fallback = fallback or refusal.kind in FALLBACKS
     raise Unsupported("no implementation accepts this call", where=f"functional.{name}")
+
+
+def call_of(operator: str, *args: Any, **kwargs: Any) -> Call:
+    """Return the facts of a call that is not made; a `TensorSpec` stands for a tensor."""
+    _require(operator, "call_of")
+    return _call(operator, tuple(_facts(value) for value in (*args, *kwargs.values())), tuple(kwargs))
 
 
 def _call(name: str, values: tuple[Any, ...], keywords: tuple[str, ...]) -> Call:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pilotage.functional.attention import KV_8BIT  # and the operators exist before implementations of them register
+from pilotage.functional.domain import Domain
 from pilotage.functional.registry import Call, register
 
 _QUERIES_AT_A_TIME = 256  # with a window, keys outside it are skipped in steps of this many queries
@@ -207,15 +208,18 @@ def _paged_attention(
     )
 
 
-def _domain(call: Call) -> str | None:
-    return call.refuse_unless(device="cpu", dtypes=_DTYPES)
+def _scales(call: Call) -> str | None:
+    cache, given = call["k_cache"].dtype, [call.arguments.get(name) is not None for name in ("k_scale", "v_scale")]
+    if any(given) and not all(given):
+        return "one of keys and values has a scale"
+    if not any(given) and (cache != call["q"].dtype or call["v_cache"].dtype != cache):
+        return f"queries are {call['q'].dtype}, and the cache {cache} without scales"
+    return None
 
 
-def _paged_domain(call: Call) -> str | None:
-    scaled = call.arguments.get("k_scale") is not None and call.arguments.get("v_scale") is not None
-    return call.refuse_unless(device="cpu", dtypes=(*_DTYPES, KV_8BIT) if scaled else _DTYPES)
+_PACKED = Domain(targets=("cpu",), dtypes=_DTYPES, one_dtype=("q", "k", "v"))
+_PAGED = Domain(targets=("cpu",), dtypes=(*_DTYPES, KV_8BIT), other=_scales)
 
-
-register("flash_attention", "sdpa", _flash_attention, domain=_domain, priority=10)
-register("segmented_attention", "sdpa", _paged_attention, domain=_paged_domain, priority=10)
-register("attention_decode", "sdpa", _paged_attention, domain=_paged_domain, priority=10)
+register("flash_attention", "sdpa", _flash_attention, domain=_PACKED, priority=10)
+register("segmented_attention", "sdpa", _paged_attention, domain=_PAGED, priority=10)
+register("attention_decode", "sdpa", _paged_attention, domain=_PAGED, priority=10)

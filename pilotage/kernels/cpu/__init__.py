@@ -4,6 +4,6 @@ They are compiled where they run, once, with the machine's own compiler, and kep
 not possible `unavailable()` says why, and plain torch runs instead.
 """
 
-from pilotage.kernels.cpu.build import unavailable
+from pilotage.kernels.cpu.build import has_bf16_products, unavailable
 
-__all__ = ["unavailable"]
+__all__ = ["has_bf16_products", "unavailable"]

@@ -47,6 +47,12 @@ def unavailable() -> str | None:
     return reason
 
 
+@functools.cache
+def has_bf16_products() -> bool:
+    """Whether this processor multiplies bf16 numbers by themselves; elsewhere the kernels turn them into fp32 first."""
+    return "avx512_bf16" in _processor()
+
+
 def _library() -> Path:
     """Return the compiled library of this source, compiler, torch and processor; build it if it is not there."""
     compiler = os.environ.get("CXX") or next((c for c in ("g++", "c++", "clang++") if shutil.which(c)), None)
@@ -107,6 +113,9 @@ def _register_fakes() -> None:
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
+    def mlp(x: Tensor, gate_up: Tensor, down: Tensor, *rest: object) -> Tensor:
+        return x.new_empty((*x.shape[:-1], down.shape[0]))
+
     def like_q(q: Tensor, *rest: object) -> Tensor:
         return q.new_empty(q.shape)
 
@@ -114,6 +123,7 @@ def _register_fakes() -> None:
         return None
 
     torch.library.register_fake("pilotage::native_linear", linear)
+    torch.library.register_fake("pilotage::native_mlp", mlp)
     torch.library.register_fake("pilotage::native_packed_attention", like_q)
     torch.library.register_fake("pilotage::native_paged_attention", like_q)
     torch.library.register_fake("pilotage::native_write_kv", nothing)

@@ -11,29 +11,34 @@ namespace pilotage {
 
 constexpr int kWeightRowsAtATime = 128;  // what a thread takes at a time; every tile's row count divides it
 
-constexpr int64_t kPrefetch = 4096;  // elements ahead in the weight: far enough for memory, near enough for the cache
+// Elements ahead in the weight, fetched into the second-level cache in the order in which they lie there: rows read side by
+// side do not look like a stream to the processor.
+constexpr int64_t kPrefetch = 8192;
 
 // out[m, n] for MR rows of x and `rows_w` <= 16 / MR rows of the weight: sixteen sums, reduced together. Each sum adds
-// its products in the same order whatever MR is.
+// its products in the same order whatever MR is. `fresh`: the weight has to come from memory.
 template <typename T, int MR>
-inline void linear_tile(const T* x, const T* w, const T* bias, T* out, int rows_w, int64_t k, int64_t k_padded, int64_t out_stride) {
-  constexpr int NR = 16 / MR;
+inline void linear_tile(const T* x, const T* w, const T* bias, T* out, int rows_w, int64_t k, int64_t k_padded, int64_t out_stride, bool fresh = true) {
+  constexpr int NR = MR == 3 ? 4 : 16 / MR;
   f32x16 sum[16] = {};
   const T* weight[NR];
   for (int n = 0; n < NR; ++n) weight[n] = w + std::min(n, rows_w - 1) * k;
   const int64_t whole = k / 32 * 32;
   const auto step = [&](int n, int64_t i) {
-    __builtin_prefetch(weight[n] + i + kPrefetch);
     const Pack<T> part = Pack<T>::load(weight[n] + i);
     for (int m = 0; m < MR; ++m) sum[m * NR + n] = dot(sum[m * NR + n], part, Pack<T>::load(x + m * k_padded + i));
   };
-  if constexpr (MR <= 2) {  // bound by memory: one row after another is the order that it likes
+  if constexpr (MR <= 2) {  // one row after another: a stream that the processor sees by itself
     for (int n = 0; n < NR; ++n) {
       for (int64_t i = 0; i < whole; i += 32) step(n, i);
     }
-  } else {  // bound by arithmetic: all sums at once, in registers
+  } else {  // all sums at once, in registers
+    const T* ahead = w + kPrefetch;
     for (int64_t i = 0; i < whole; i += 32) {
-      for (int n = 0; n < NR; ++n) step(n, i);
+      for (int n = 0; n < NR; ++n) {
+        if (fresh) __builtin_prefetch(ahead + i * NR + n * 32, 0, 2);
+        step(n, i);
+      }
     }
   }
   if (whole < k) {
@@ -59,11 +64,29 @@ inline void linear_tile(const T* x, const T* w, const T* bias, T* out, int rows_
   }
 }
 
-template <typename T, int MR>
-void linear_rows(const T* x, const T* w, const T* bias, T* out, int64_t rows_w, int64_t k, int64_t k_padded, int64_t out_stride) {
-  constexpr int NR = 16 / MR;
-  for (int64_t n = 0; n < rows_w; n += NR) {
-    linear_tile<T, MR>(x, w + n * k, bias ? bias + n : nullptr, out + n, int(std::min<int64_t>(NR, rows_w - n)), k, k_padded, out_stride);
+// `rows_w` rows of the weight, a few at a time, with all rows of x: what a weight's row is worth is done while it is in the
+// first-level cache.
+template <typename T>
+void linear_rows(const T* x, const T* w, const T* bias, T* out, int64_t m, int64_t rows_w, int64_t k, int64_t k_padded, int64_t out_stride) {
+  const int64_t together = m == 1 ? 16 : m == 2 ? 8 : 4;
+  for (int64_t n = 0; n < rows_w; n += together) {
+    const int count = int(std::min(together, rows_w - n));
+    const T* b = bias ? bias + n : nullptr;
+    if (m == 1) {
+      linear_tile<T, 1>(x, w + n * k, b, out + n, count, k, k_padded, out_stride);
+    } else if (m == 2) {
+      linear_tile<T, 2>(x, w + n * k, b, out + n, count, k, k_padded, out_stride);
+    } else {
+      // The last four rows may overlap those before; what is computed twice comes out the same.
+      for (int64_t row = 0; row < m; row += 4) {
+        const int64_t first = m < 4 ? 0 : std::min(row, m - 4);
+        if (m == 3) {
+          linear_tile<T, 3>(x, w + n * k, b, out + n, count, k, k_padded, out_stride);
+        } else {
+          linear_tile<T, 4>(x + first * k_padded, w + n * k, b, out + first * out_stride + n, count, k, k_padded, out_stride, row == 0);
+        }
+      }
+    }
   }
 }
 
@@ -71,21 +94,14 @@ void linear_rows(const T* x, const T* w, const T* bias, T* out, int64_t rows_w, 
 // of the cache's period apart, and would throw each other out.
 template <typename T>
 void linear_block(const T* x, const T* w, const T* bias, T* out, int64_t m, int64_t rows_w, int64_t k, int64_t k_padded, int64_t out_stride) {
-  constexpr int kTogether = 8;
+  constexpr int64_t kTogether = 16;
   alignas(64) T kept[kTogether * kWeightRowsAtATime];
-  for (int64_t done = 0; done < m;) {
-    const int64_t left = m - done, together = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    const T* rows = x + done * k_padded;
-    switch (together) {
-      case 8: linear_rows<T, 8>(rows, w, bias, kept, rows_w, k, k_padded, kWeightRowsAtATime); break;
-      case 4: linear_rows<T, 4>(rows, w, bias, kept, rows_w, k, k_padded, kWeightRowsAtATime); break;
-      case 2: linear_rows<T, 2>(rows, w, bias, kept, rows_w, k, k_padded, kWeightRowsAtATime); break;
-      default: linear_rows<T, 1>(rows, w, bias, kept, rows_w, k, k_padded, kWeightRowsAtATime);
-    }
-    for (int64_t i = 0; i < together; ++i) {
+  for (int64_t done = 0; done < m; done += kTogether) {
+    const int64_t rows = std::min(kTogether, m - done);
+    linear_rows<T>(x + done * k_padded, w, bias, kept, rows, rows_w, k, k_padded, kWeightRowsAtATime);
+    for (int64_t i = 0; i < rows; ++i) {
       std::memcpy(out + (done + i) * out_stride, kept + i * kWeightRowsAtATime, rows_w * sizeof(T));
     }
-    done += together;
   }
 }
 

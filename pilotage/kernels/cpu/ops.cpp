@@ -5,9 +5,13 @@
 #include <torch/library.h>
 
 #include <optional>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
+#include "activation.h"
 #include "attention.h"
+#include "gemm.h"
 #include "linear.h"
 
 namespace pilotage {
@@ -27,25 +31,47 @@ T* writable(const Tensor& x) {
 
 Tensor rows_contiguous(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
+// Rows of x whose length is a multiple of 32: x itself, or a copy with zeros.
+template <typename T>
+struct PaddedRows {
+  const T* rows;
+  int64_t k;
+  std::vector<T> copy;
+
+  PaddedRows(const T* x, int64_t m, int64_t columns) : rows(x), k((columns + 31) / 32 * 32) {
+    if (k == columns) return;
+    copy.resize(m * k);
+    for (int64_t i = 0; i < m; ++i) std::memcpy(copy.data() + i * k, x + i * columns, columns * sizeof(T));
+    rows = copy.data();
+  }
+};
+
+constexpr int64_t kFewRows = 32;  // up to here the weight is multiplied as it lies, from there on in panels
+
 template <typename T>
 void run_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& out) {
   const int64_t k = weight.size(1), n = weight.size(0), m = x.numel() / k;
-  const int64_t k_padded = (k + 31) / 32 * 32;
-  const T* x_rows = pointer<T>(x);
-  std::vector<T> padded;
-  if (k_padded != k) {
-    padded.resize(m * k_padded);
-    for (int64_t i = 0; i < m; ++i) std::memcpy(padded.data() + i * k_padded, x_rows + i * k, k * sizeof(T));
-    x_rows = padded.data();
-  }
+  const PaddedRows<T> padded(pointer<T>(x), m, k);
   const T* w = pointer<T>(weight);
   const T* b = bias ? pointer<T>(*bias) : nullptr;
   T* y = writable<T>(out);
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (m > kFewRows) {
+      const int64_t panels = (n + kPanelRows - 1) / kPanelRows;
+#pragma omp parallel for schedule(dynamic, 1) if (panels > 1)
+      for (int64_t panel = 0; panel < panels; ++panel) {
+        const int64_t first = panel * kPanelRows, rows = std::min<int64_t>(kPanelRows, n - first);
+        multiply_panel(padded.rows, m, padded.k, w + first * k, rows, k,
+                       [&](int64_t row, const f32x16* sums) { store_row(sums, b ? b + first : nullptr, rows, y + row * n + first); });
+      }
+      return;
+    }
+  }
   const int64_t blocks = (n + kWeightRowsAtATime - 1) / kWeightRowsAtATime;
 #pragma omp parallel for schedule(dynamic, 1) if (blocks > 1)
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t first = block * kWeightRowsAtATime, rows = std::min<int64_t>(kWeightRowsAtATime, n - first);
-    linear_block<T>(x_rows, w + first * k, b ? b + first : nullptr, y + first, m, rows, k, k_padded, n);
+    linear_block<T>(padded.rows, w + first * k, b ? b + first : nullptr, y + first, m, rows, k, padded.k, n);
   }
 }
 
@@ -63,6 +89,51 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     TORCH_CHECK(x.scalar_type() == at::kFloat, "linear: only bfloat16 and float32");
     run_linear<float>(x_flat, w_flat, b_flat, out);
   }
+  return out;
+}
+
+// activation(x gate^T) * (x up^T) for `rows` <= 64 rows of both weights, gate first.
+void gated_block(const PaddedRows<bf16>& x, int64_t m, const bf16* gate, const bf16* up, const bf16* gate_bias, const bf16* up_bias, int64_t rows,
+                 int64_t k, Activation activation, bf16* to, int64_t to_stride) {
+  bf16* gates = own_memory<bf16, 2>(2 * m * kPanelRows);
+  bf16* ups = gates + m * kPanelRows;
+  if (m > kFewRows) {
+    for (const auto& [w, bias, kept] : {std::tuple(gate, gate_bias, gates), std::tuple(up, up_bias, ups)}) {
+      multiply_panel(x.rows, m, x.k, w, rows, k, [&](int64_t row, const f32x16* sums) { store_row(sums, bias, rows, kept + row * kPanelRows); });
+    }
+  } else {
+    linear_block<bf16>(x.rows, gate, gate_bias, gates, m, rows, k, x.k, kPanelRows);
+    linear_block<bf16>(x.rows, up, up_bias, ups, m, rows, k, x.k, kPanelRows);
+  }
+  for (int64_t row = 0; row < m; ++row) {
+    bf16* line = gates + row * kPanelRows;
+    for (int64_t i = 0; i < rows; i += 16) store16(line + i, gated16(load16(line + i), load16(ups + row * kPanelRows + i), activation));
+    std::memcpy(to + row * to_stride, line, rows * sizeof(bf16));
+  }
+}
+
+Tensor mlp(const Tensor& x, const Tensor& gate_up, const Tensor& down, const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias,
+           int64_t activation) {
+  TORCH_CHECK(x.dim() >= 1 && gate_up.dim() == 2 && down.dim() == 2 && x.size(-1) == gate_up.size(1), "mlp: shapes do not fit");
+  TORCH_CHECK(gate_up.size(0) == 2 * down.size(1) && activation >= 0 && activation <= 3, "mlp: shapes do not fit");
+  for (const Tensor* tensor : {&x, &gate_up, &down}) TORCH_CHECK(tensor->scalar_type() == at::kBFloat16, "mlp: only bfloat16");
+  const Tensor x_flat = x.contiguous(), first = gate_up.contiguous(), second = down.contiguous();
+  const std::optional<Tensor> first_bias = gate_up_bias ? std::optional<Tensor>(gate_up_bias->contiguous()) : std::nullopt;
+  const std::optional<Tensor> second_bias = down_bias ? std::optional<Tensor>(down_bias->contiguous()) : std::nullopt;
+  const int64_t k = first.size(1), f = second.size(1), m = x.numel() / k;
+  const Tensor hidden = at::empty({m, f}, x.options());
+  const PaddedRows<bf16> rows(pointer<bf16>(x_flat), m, k);
+  const bf16* w = pointer<bf16>(first);
+  const bf16* b = first_bias ? pointer<bf16>(*first_bias) : nullptr;
+#pragma omp parallel for schedule(dynamic, 1) if (f > kPanelRows)
+  for (int64_t at = 0; at < f; at += kPanelRows) {
+    gated_block(rows, m, w + at * k, w + (f + at) * k, b ? b + at : nullptr, b ? b + f + at : nullptr, std::min<int64_t>(kPanelRows, f - at), k,
+                Activation(activation), writable<bf16>(hidden) + at, f);
+  }
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = second.size(0);
+  Tensor out = at::empty(shape, x.options());
+  run_linear<bf16>(hidden, second, second_bias, out);
   return out;
 }
 
@@ -252,6 +323,7 @@ void write_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k_any,
 
 TORCH_LIBRARY_FRAGMENT(pilotage, m) {
   m.def("native_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("native_mlp(Tensor x, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias, int activation) -> Tensor");
   m.def("native_packed_attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, float scale, int? window, float? softcap, Tensor? sinks) -> Tensor");
   m.def("native_paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, float scale, int? window, float? softcap, Tensor? sinks) -> Tensor");
   m.def("native_write_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slot_mapping) -> ()");
@@ -259,6 +331,7 @@ TORCH_LIBRARY_FRAGMENT(pilotage, m) {
 
 TORCH_LIBRARY_IMPL(pilotage, CPU, m) {
   m.impl("native_linear", TORCH_FN(pilotage::linear));
+  m.impl("native_mlp", TORCH_FN(pilotage::mlp));
   m.impl("native_packed_attention", TORCH_FN(pilotage::packed_attention));
   m.impl("native_paged_attention", TORCH_FN(pilotage::paged_attention));
   m.impl("native_write_kv", TORCH_FN(pilotage::write_kv));

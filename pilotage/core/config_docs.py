@@ -25,8 +25,9 @@ ENVIRONMENT = {
     "PILOTAGE_MEMORY_BYTES": "Memory that a rank's process may use in all; bounds its KV cache. Default: what is free "
     "on the machine and in the container.",
     "PILOTAGE_CHROMIUM": "Chromium that draws screenshots of reports. Default: the one found on the machine.",
-    "PILOTAGE_TARGET": "`cpu`, `neuron` or `cuda`; only `cpu` serves in this version, the others say what is missing. "
-    "Default: `neuron` where `NEURON_PLATFORM_TARGET_OVERRIDE` names a chip, else `cpu`.",
+    "PILOTAGE_TARGET": "`cpu`, `neuron` or `cuda`; the last two are untested on hardware. Default: `neuron` where "
+    "`NEURON_PLATFORM_TARGET_OVERRIDE` names a chip, else the first of neuron and cuda whose packages and device are "
+    "here, else `cpu`.",
     "PILOTAGE_DISABLE": "`1`: vLLM runs as if pilotage were not installed.",
 }
 

@@ -111,6 +111,9 @@ def _within(group: LayerGroup, context: int) -> LayerGroup:
 class StepInputs:
     """The inputs of one graph: tensors of fixed shape and address, filled in place before each run.
 
+    They are filled in host memory. Where the graph runs on a device (`on`), it gets copies there, which `send` brings
+    up to date; `arguments` are what the graph is called with.
+
     Padding: a padded token has id 0, position 0, request row 0 and slot -1, and stands at or after
     `query_start_loc[-1]`; a padded row has no query and no length.
 
@@ -202,6 +205,8 @@ class StepInputs:
         self.sampled_tokens: torch.Tensor | None = None
         self.inputs_embeds: torch.Tensor | None = None
         self.is_token_ids: torch.Tensor | None = None
+        self._copies: dict[int, torch.Tensor] = {}  # by the host tensor's identity
+        self._metadata: dict[str, Any] = {}
         self._slots_np = [slots.numpy() for slots in self.slot_mappings]
         self._tables_np = [table.numpy() for table in self.block_tables]
         self.clear()
@@ -215,6 +220,38 @@ class StepInputs:
         """Let requests bring rows [*, width] in the place of tokens."""
         self.inputs_embeds = torch.zeros(self.size, width, dtype=dtype)
         self.is_token_ids = torch.ones(self.size, dtype=torch.bool)
+
+    def on(self, device: torch.device) -> None:
+        """Give the graph tensors of its own on `device`; call it after what the graph samples and takes is settled."""
+        self._copies = {id(host): torch.empty_like(host, device=device).copy_(host) for host in self.tensors()}
+        moved = {id(entry): self._moved(entry) for entry in self.attn_metadata.values() if isinstance(entry, dict)}
+        self._metadata = {
+            key: moved[id(entry)] if isinstance(entry, dict) else self._copies.get(id(entry), entry)
+            for key, entry in self.attn_metadata.items()
+        }
+
+    def _moved(self, entry: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: self._copies.get(id(value), value) for key, value in entry.items()}
+
+    def send(self) -> None:
+        """Bring the device's copies up to date."""
+        if self._copies:
+            for host in self.tensors():
+                self._copies[id(host)].copy_(host)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of the forward that are inputs of a step."""
+        given = {
+            "input_ids": self.input_ids,
+            "positions": self.positions,
+            "sampling_positions": self.sampling_positions,
+            "sampling_params": self.sampling_params,
+            "sampling_noise": self.sampling_noise,
+            "inputs_embeds": self.inputs_embeds,
+            "is_token_ids": self.is_token_ids,
+        }
+        tensors = {name: self._copies.get(id(value), value) for name, value in given.items() if value is not None}
+        return {**tensors, "attn_metadata": self._metadata or self.attn_metadata}
 
     def tensors(self) -> list[torch.Tensor]:
         """Return every tensor that is written before a run."""

@@ -23,12 +23,12 @@ import psutil
 from pilotage.core import store
 from pilotage.core.errors import ConfigError, Unavailable
 from pilotage.serving import targets
+from pilotage.serving.targets import COMPILE_ONLY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _LOAD_ONLY = ("PILOTAGE_DISABLE_WARMUP_COMPILE", "VLLM_NEURON_DISABLE_WARMUP_COMPILE")
-COMPILE_ONLY = ("PILOTAGE_CPU_COMPILE", "VLLM_NEURON_CPU_COMPILE")
 # Where the ranks of an engine say that they have compiled; set for the processes that this one starts.
 _DONE = "PILOTAGE_COMPILED_DIRECTORY"
 _POLL_S = 0.1
@@ -119,9 +119,8 @@ def _wait_and_end(directory: Path, ranks: int) -> None:
         rank = f"{path.stem}: " if ranks > 1 else ""
         new = sum(not graph["cached"] for graph in done["graphs"])
         seconds = sum(graph["seconds"] for graph in done["graphs"])
-        print(
-            f"pilotage: {rank}{len(done['graphs'])} graphs, {new} compiled now ({seconds:.1f} s), in {done['directory']}"
-        )
+        what = f"{len(done['graphs'])} graphs, {new} compiled now ({seconds:.1f} s)"
+        print(f"pilotage: {rank}{what}, in {done['directory']}")
     sys.stdout.flush()
     shutil.rmtree(directory, ignore_errors=True)
     children = psutil.Process().children(recursive=True)

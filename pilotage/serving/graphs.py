@@ -24,7 +24,7 @@ from pilotage import functional
 from pilotage.core.config import TargetConfig
 from pilotage.core.errors import ConfigError, Unavailable, Unsupported
 from pilotage.core.progress import track
-from pilotage.serving import buckets, compile_mode, kv, parallel_compile, pieces
+from pilotage.serving import buckets, compile_mode, kv, parallel_compile, pieces, targets
 from pilotage.serving.batch import Forward, StepInputs
 from pilotage.serving.buckets import Key, Reach
 from pilotage.serving.compile_cache import CompileCache, fingerprint, root
@@ -74,7 +74,8 @@ class Graphs:
         self.vllm_config, self.model, self.caches = vllm_config, model, caches
         self.eager = vllm_config.model_config.enforce_eager
         groups = kv.layer_groups(kv_cache_config, vllm_config.model_config.max_model_len)
-        self.rank = torch.tensor(vllm_config.parallel_config.rank, dtype=torch.int32)
+        self.target, self.device = targets.select(), next(model.parameters()).device
+        self.rank = torch.tensor(vllm_config.parallel_config.rank, dtype=torch.int32, device=self.device)
         model_config = vllm_config.model_config
         target = TargetConfig.from_additional_config(vllm_config.additional_config)
         self.lazy = target.lazy_compile
@@ -98,6 +99,8 @@ class Graphs:
                 inputs.add_sampling()
             if model_config.enable_prompt_embeds:
                 inputs.add_embeds(model_config.get_hidden_size(), model_config.dtype)
+            if self.target.staged:
+                inputs.on(self.device)
         self.token_buckets, self.seq_buckets = tuple(token_buckets), tuple(seq_buckets)
         self.tokens_per_req = tokens_per_req
         self.compiled: dict[tuple[str, Key], Callable[..., tuple[Tensor, Tensor]]] = {}
@@ -149,6 +152,10 @@ class Graphs:
         keys = [key for key in keys if (self._variant(), key) not in self.compiled]
         if self.eager or not keys:
             return 0.0
+        if self.target.compiler is not None:
+            for key in track(keys, f"Compiling {len(keys)} graphs with {self.target.compiler}"):
+                self._prepare_elsewhere(key, self.target.compiler)
+            return time.perf_counter() - start
         quiet = self.vllm_config.parallel_config.rank != 0
         with self._cache() as cache:
             missing = [key for key in keys if not cache.has(key.name)]
@@ -250,6 +257,33 @@ class Graphs:
             }
         )
 
+    def _prepare_elsewhere(self, key: Key, compiler: str) -> None:
+        """Compile a graph with a backend of torch.compile that has a cache of its own, by running it once."""
+        if not compile_mode.compiles():
+            raise Unsupported(
+                "its cache does not say what is in it, so that it cannot be kept from compiling",
+                where=f"compiler {compiler}",
+                do="unset PILOTAGE_DISABLE_WARMUP_COMPILE",
+            )
+        start = time.perf_counter()
+        functional.reset_receipt()
+        compiled = torch.compile(type(self.model).forward, backend=compiler, fullgraph=True, dynamic=False)
+        self.compiled[self._variant(), key] = functools.partial(compiled, self.model)
+        self.inputs[key].clear()
+        self.run(self.inputs[key])
+        self._receipts.append(functional.receipt())
+        functional.reset_receipt()
+        self.table.append(
+            {
+                "kind": key.kind,
+                "size": key.size,
+                "name": key.name,
+                "seconds": round(time.perf_counter() - start, 3),
+                "cached": False,
+                **({"tapped": True} if self.taps is not None else {}),
+            }
+        )
+
     def _compile(self, inputs: StepInputs) -> Any:
         import torch._dynamo.config as dynamo_config
         import torch._dynamo.exc as dynamo_errors
@@ -297,41 +331,34 @@ class Graphs:
             self.taps = taps
 
     def _arguments(self, inputs: StepInputs) -> dict[str, Any]:
-        given: dict[str, Any] = {}
-        if inputs.sampling_params is not None:
-            given |= {"sampling_params": inputs.sampling_params, "sampling_noise": inputs.sampling_noise}
-        if inputs.inputs_embeds is not None:
-            given |= {"inputs_embeds": inputs.inputs_embeds, "is_token_ids": inputs.is_token_ids}
-        return given | {
-            "input_ids": inputs.input_ids,
-            "positions": inputs.positions,
-            "attn_metadata": inputs.attn_metadata,
-            "sampling_positions": inputs.sampling_positions,
-            "rank": self.rank,
-            "return_hidden": True,
-        }
+        return {**inputs.arguments(), "rank": self.rank, "return_hidden": True}
 
     @torch.no_grad()
     def run(self, inputs: StepInputs) -> tuple[Tensor, Tensor]:
         """Run the graph of `inputs` on what they hold now.
 
         Returns:
-            Logits [R, V] of the sampling positions and hidden states [T, D] after the final norm. What the graph
-            sampled is in `inputs.sampled_tokens`.
+            Logits [R, V] of the sampling positions, in host memory, and hidden states [T, D] after the final norm. What
+            the graph sampled is in `inputs.sampled_tokens`.
         """
         key = inputs.key
         forward = self.model if self.eager else self.compiled.get((self._variant(), key))
         if forward is None:
             held = [tensor.clone() for tensor in inputs.tensors()]  # compiling runs the graph on padding
-            with self._cache() as cache:
-                self._prepare(key, cache)
+            self.prepare([key])
             for tensor, value in zip(inputs.tensors(), held, strict=True):
                 tensor.copy_(value)
             forward = self.compiled[self._variant(), key]
+        inputs.send()
         with self._tapped(inputs, hooks=self.eager):
             *tokens, logits, hidden = forward(**self._arguments(inputs))
         inputs.sampled_tokens = tokens[0] if tokens else None
-        return logits, hidden
+        return logits.to("cpu"), hidden
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits [*, V] of rows that `run` returned, in host memory."""
+        logits: Tensor = self.model.compute_logits(hidden)  # type: ignore[operator]
+        return logits.to("cpu")
 
     def receipt(self) -> dict[str, Any]:
         """Return which implementation of each operator is in the graphs, and ran outside of them."""

@@ -7,7 +7,7 @@ groups may share bytes: vLLM hands every page to one group at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,23 +58,40 @@ def layer_groups(config: KVCacheConfig, max_model_len: int) -> list[LayerGroup]:
     ]
 
 
-def allocate(config: KVCacheConfig, specs: Mapping[str, AttentionSpec]) -> dict[str, list[Tensor]]:
+def allocate(
+    config: KVCacheConfig,
+    specs: Mapping[str, AttentionSpec],
+    device: torch.device | None = None,
+    *,
+    apart: bool = False,
+) -> dict[str, list[Tensor]]:
     """Allocate the pages.
 
     Args:
         config: vLLM's plan: one buffer, and where each layer's pages lie in it.
         specs: by layer name.
+        device: where they lie; None for host memory.
+        apart: give every layer memory of its own, where a compiler might write a whole cache back; no two layers of the
+            plan may share bytes then.
 
     Returns:
         Layer name -> [keys, values], each [num_blocks, num_kv_heads, slots, head_size], zeroed. The operating
         system commits the memory page by page as it is first written.
     """
-    (num_bytes,) = {tensor.size for tensor in config.kv_cache_tensors}
-    raw = np.zeros(num_bytes + _ALIGNMENT, dtype=np.uint8)
-    skip = -raw.ctypes.data % _ALIGNMENT
-    buffer = raw[skip : skip + num_bytes]
     # Where layers differ in bytes a token, vLLM gives those with fewer longer pages, so that all pages are equal.
     slots_of = {name: group.kv_cache_spec.block_size for group in config.kv_cache_groups for name in group.layer_names}
+    if apart:
+        if len(config.kv_cache_groups) > 1:
+            raise AssertionError("layers of several groups share bytes")
+        shapes = {
+            name: (config.num_blocks, spec.num_kv_heads, slots_of[name], spec.head_size) for name, spec in specs.items()
+        }
+        return {
+            name: [torch.zeros(shape, dtype=specs[name].dtype, device=device) for _ in "kv"]
+            for name, shape in shapes.items()
+        }
+    (num_bytes,) = {tensor.size for tensor in config.kv_cache_tensors}
+    buffer = _bytes(num_bytes) if device is None or device.type == "cpu" else _device_bytes(num_bytes, device)
     caches: dict[str, list[Tensor]] = {}
     for tensor in config.kv_cache_tensors:
         for index, name in enumerate(tensor.layers):
@@ -91,8 +108,7 @@ def allocate(config: KVCacheConfig, specs: Mapping[str, AttentionSpec]) -> dict[
             # aliases to the compiler, which then copies whole caches around every write; they never share an element
             # that two layers use at a time.
             caches[name] = [
-                torch.from_numpy(buffer[first:]).view(spec.dtype).as_strided(shape, strides)
-                for first in (start, start + half)
+                buffer(first).view(spec.dtype).as_strided(shape, strides) for first in (start, start + half)
             ]
     return caches
 
@@ -105,6 +121,20 @@ def summary(config: KVCacheConfig, caches: Mapping[str, Sequence[Tensor]]) -> di
         for group in config.kv_cache_groups
     ]
     return {"dtype": ", ".join(sorted(dtypes)), "page_bytes": max(groups), "groups": len(groups)}
+
+
+def _bytes(count: int) -> Callable[[int], Tensor]:
+    """Return a function that gives zeroed host memory from a byte on, each time as a storage of its own."""
+    raw = np.zeros(count + _ALIGNMENT, dtype=np.uint8)
+    skip = -raw.ctypes.data % _ALIGNMENT
+    whole = raw[skip : skip + count]
+    return lambda first: torch.from_numpy(whole[first:])
+
+
+def _device_bytes(count: int, device: torch.device) -> Callable[[int], Tensor]:
+    """As `_bytes`, on a device; a view that has gone through DLPack has a storage of its own."""
+    whole = torch.zeros(count, dtype=torch.uint8, device=device)
+    return lambda first: torch.from_dlpack(whole[first:])
 
 
 def available_bytes(vllm_config: VllmConfig, specs: Mapping[str, AttentionSpec], free_bytes: int) -> int:

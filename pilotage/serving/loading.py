@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pilotage.core.config import TargetConfig
-from pilotage.core.errors import BadInput, WeightError
+from pilotage.core.errors import BadInput, Unsupported, WeightError
 from pilotage.serving import kv_scales, memory
 
 if TYPE_CHECKING:
@@ -52,11 +52,14 @@ def _built_as(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(previous)
 
 
-def load_model(vllm_config: VllmConfig, *, cache_8bit: bool = False) -> tuple[torch.nn.Module, Any]:
+def load_model(
+    vllm_config: VllmConfig, *, device: torch.device | None = None, cache_8bit: bool = False
+) -> tuple[torch.nn.Module, Any]:
     """Build the model on the meta device and load this rank's weights.
 
     Args:
         vllm_config: vLLM's configuration.
+        device: where the weights go; None for host memory.
         cache_8bit: whether its keys and values are cached as 8-bit floats, with the checkpoint's scales.
 
     Returns:
@@ -71,7 +74,12 @@ def load_model(vllm_config: VllmConfig, *, cache_8bit: bool = False) -> tuple[to
     """
     model_config = vllm_config.model_config
     factory = find_factory(model_config.architectures)
+    device = torch.device("cpu") if device is None else device
     if factory is None:
+        if device.type != "cpu":
+            raise Unsupported(
+                "the fallback reads pages in host memory", where=f"target {device.type}", do="write a model package"
+            )
         from pilotage.serving.fallback import load as fallback
 
         return fallback.load(
@@ -83,7 +91,7 @@ def load_model(vllm_config: VllmConfig, *, cache_8bit: bool = False) -> tuple[to
     target = TargetConfig.from_additional_config(vllm_config.additional_config)
     with _built_as(model_config.dtype):
         model = factory.from_configs(model_config.hf_config, target)
-    ledger = model.load_weights(str(checkpoint(model_config.model)), torch.device("cpu"))
+    ledger = model.load_weights(str(checkpoint(model_config.model)), device)
     model.eval()
     model.requires_grad_(False)
     require_finite(model, model_config.model)

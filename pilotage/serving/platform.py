@@ -174,8 +174,12 @@ class PilotagePlatform(Platform):
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
-        """Let sliding-window layers free the pages that they can no longer see."""
-        return True
+        """Let sliding-window layers free the pages that they can no longer see.
+
+        Layers of different groups then share bytes, each in pages of its own. A compiler that is not held to writing in
+        place may write a whole cache back at the end of a graph, over what another layer has written.
+        """
+        return targets.select().compiler is None
 
     @classmethod
     def is_pin_memory_available(cls) -> bool:

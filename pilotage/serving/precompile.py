@@ -8,7 +8,7 @@ from typing import Any
 
 from pilotage.core.environment import environment
 from pilotage.core.errors import BadInput, Unsupported
-from pilotage.serving import compile_mode
+from pilotage.serving import compile_mode, targets
 
 _CACHE = "PILOTAGE_COMPILE_CACHE"
 
@@ -52,7 +52,7 @@ def precompile(model: str, *, dtype: str = "bfloat16", cache_dir: Path | None = 
     from pilotage.serving.launch import engine
 
     path = source.resolve(model)
-    variables = dict.fromkeys(compile_mode.COMPILE_ONLY, "0")  # that mode ends the process, this one reports
+    variables = dict.fromkeys(targets.COMPILE_ONLY, "0")  # that mode ends the process, this one reports
     if cache_dir is not None:
         variables[_CACHE] = str(cache_dir.absolute())
     with environment(variables):

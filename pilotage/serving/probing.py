@@ -17,7 +17,7 @@ import torch
 from pilotage import parallel
 from pilotage.core import sites
 from pilotage.core.config import TargetConfig
-from pilotage.core.errors import BadInput, ConfigError
+from pilotage.core.errors import BadInput, ConfigError, Unsupported
 from pilotage.probe import reference
 from pilotage.probe.captures import CaptureWriter
 from pilotage.probe.discovery import SiteInfo, describe
@@ -101,6 +101,11 @@ class Probing:
         if self._fixed is not None:
             capture = [*dict.fromkeys((*self._fixed.capture, *capture))]
             replace = [*dict.fromkeys((*self._fixed.replace, *replace))]
+        device = next(self.model.parameters()).device
+        if (capture or replace) and device.type != "cpu":
+            raise Unsupported(
+                "what is captured and replaced is kept in host memory", where=f"target {device.type}", do="use the CPU"
+            )
         if not capture and not replace:
             self.taps = None
         elif self.taps is None or not self.taps.covers(capture, replace):

@@ -180,7 +180,7 @@ class ModelRunner:
             if self.recorder is not None:
                 computed = [int(rows.num_computed_tokens_cpu[row]) for row in forward.rows]
                 sampled_at = inputs.sampling_positions[: inputs.sampled].tolist()
-                self.recorder.add(forward, ids, computed, all_logits, states, self.model.compute_logits, sampled_at)
+                self.recorder.add(forward, ids, computed, all_logits, states, self.graphs.compute_logits, sampled_at)
             if self.prompt_scores.wanted:
                 ends = torch.tensor(forward.num_tokens).cumsum(0).tolist()
                 for req_id, end, count in zip(ids, ends, forward.num_tokens, strict=True):
@@ -220,7 +220,7 @@ class ModelRunner:
         if inputs.verifies:
             return (logits[: len(tokens)] if len(tokens) == inputs.sampled else logits[tokens]), places
         # A request that enters the batch with drafts runs as prefill, whose graph has logits for last tokens only.
-        return self.model.compute_logits(states[tokens]), places
+        return self.graphs.compute_logits(states[tokens]), places
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         """Sample from the logits of the step before."""
@@ -250,7 +250,7 @@ class ModelRunner:
                 sampled[row] = []
         scores = {}
         if self.prompt_scores.wanted:
-            scores = self.prompt_scores.collect(self.requests.states, hidden, self.model.compute_logits)
+            scores = self.prompt_scores.collect(self.requests.states, hidden, self.graphs.compute_logits)
         self.requests.append(sampled)
         self._propose(sampled)
         return ModelRunnerOutput(

@@ -1,22 +1,31 @@
-"""Which target a process serves on: what the user named, or what a probe finds.
+"""Which target a process serves on: what the user named, or the device that a probe finds.
 
-`cpu` is the only target whose worker runs in this version. `neuron` and `cuda` are recognised, so that naming one says
-what is missing instead of serving on something else; what stands here about them is untested on hardware.
+The worker is the same on all of them: the batch is built in host memory, what changes between steps is copied to the
+device before each run, and logits come back. A target says where tensors live, which library carries collectives and
+who compiles. `neuron` and `cuda` are written against the public interfaces of torch-neuronx and torch, and are untested
+on hardware.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pilotage.core.errors import ConfigError, Unavailable, Unsupported
+from pilotage.core.errors import ConfigError, Unavailable
+
+if TYPE_CHECKING:
+    import torch
 
 TARGET = "PILOTAGE_TARGET"
 # Names the chip to compile for where there is none; Neuron's compiler reads it from the environment.
 NEURON_OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
+COMPILE_ONLY = ("PILOTAGE_CPU_COMPILE", "VLLM_NEURON_CPU_COMPILE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,66 +33,140 @@ class Target:
     """A kind of device.
 
     Attributes:
-        name: as `PILOTAGE_TARGET` has it.
-        packages: modules that must be importable.
-        runs: whether the worker of this version runs there.
+        name: as `PILOTAGE_TARGET` has it; also torch's name of the device.
+        packages: modules that must be importable; the first registers the device with torch.
+        collectives: backend of torch.distributed.
+        compiler: backend of torch.compile that keeps its own cache; None for inductor, whose results this project
+            stores.
+        cache_variable: environment variable that names the directory of that cache.
+        staged: inputs are copied to the device before each run.
+        tested: whether it has run on hardware.
     """
 
     name: str
     packages: tuple[str, ...] = ()
-    runs: bool = False
+    collectives: str = "gloo"
+    compiler: str | None = None
+    cache_variable: str | None = None
+    staged: bool = True
+    tested: bool = False
+
+    def device(self, local_rank: int) -> torch.device:
+        """Return the device of a rank, its library imported and the device made the current one."""
+        import torch
+
+        for package in self.packages[:1]:
+            importlib.import_module(package)
+        if self.name == "cpu":
+            return torch.device("cpu")
+        torch.accelerator.set_device_index(local_rank)
+        return torch.device(self.name, local_rank)
+
+    def free_bytes(self, device: torch.device) -> int:
+        """Return the bytes that are free on the device; on the CPU what this process may still use."""
+        if self.name == "cpu":
+            from pilotage.serving import memory
+
+            return memory.free_bytes()
+        import torch
+
+        free, _ = torch.accelerator.get_memory_info(device)
+        return int(free)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait until the device has done what it was given."""
+        if self.name != "cpu":
+            import torch
+
+            torch.accelerator.synchronize(device)
 
 
 TARGETS = {
     target.name: target
     for target in (
-        Target(name="cpu", runs=True),
-        Target(name="neuron", packages=("torch_neuronx", "nki")),
-        Target(name="cuda", packages=("triton",)),
+        Target(name="cpu", staged=False, tested=True),
+        Target(
+            name="neuron",
+            packages=("torch_neuronx", "nki"),
+            collectives="neuron",
+            compiler="neuron",
+            cache_variable="TORCH_NEURONX_NEFF_CACHE_DIR",
+        ),
+        Target(name="cuda", packages=("triton",), collectives="nccl"),
     )
 }
-
-
-def select(environment: Mapping[str, str] | None = None) -> Target:
-    """Return the target that the environment asks for.
-
-    `PILOTAGE_TARGET` decides; without it, a chip named by `NEURON_PLATFORM_TARGET_OVERRIDE` means neuron. A device that
-    is merely present decides nothing as long as the worker does not run there.
-
-    Raises:
-        ConfigError: no target is called so.
-    """
-    environment = os.environ if environment is None else environment
-    stated = environment.get(TARGET)
-    if not stated:
-        return TARGETS["neuron" if environment.get(NEURON_OVERRIDE) else "cpu"]
-    if stated not in TARGETS:
-        near = difflib.get_close_matches(stated, TARGETS, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"no target is called {stated!r}; the nearest is {near!r}", where=TARGET)
-    return TARGETS[stated]
 
 
 def _importable(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def require(target: Target, importable: Callable[[str], bool] = _importable) -> None:
-    """Raise unless the worker runs on `target` here.
+def _present(target: Target) -> bool:
+    """Tell whether torch sees a device of this kind; imports the package that registers it."""
+    import torch
+
+    if target.name == "cpu":
+        return True
+    if target.name == "cuda":
+        return torch.version.cuda is not None and torch.cuda.device_count() > 0
+    with contextlib.suppress(ImportError):
+        importlib.import_module(target.packages[0])
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return found is not None and found.type == target.name
+
+
+def select(
+    environment: Mapping[str, str] | None = None,
+    importable: Callable[[str], bool] = _importable,
+    present: Callable[[Target], bool] = _present,
+) -> Target:
+    """Return the target that the environment asks for, or the one whose device is here.
+
+    `PILOTAGE_TARGET` decides; without it, a chip named by `NEURON_PLATFORM_TARGET_OVERRIDE` means neuron; without
+    either, the first of neuron and cuda whose packages and device are here, else cpu.
 
     Raises:
-        Unavailable: packages are missing; they are named.
-        Unsupported: this version has no worker for it.
+        ConfigError: no target is called so.
     """
+    environment = os.environ if environment is None else environment
+    stated = environment.get(TARGET)
+    if stated:
+        if stated not in TARGETS:
+            near = difflib.get_close_matches(stated, TARGETS, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"no target is called {stated!r}; the nearest is {near!r}", where=TARGET)
+        return TARGETS[stated]
+    if environment.get(NEURON_OVERRIDE):
+        return TARGETS["neuron"]
+    for name in ("neuron", "cuda"):
+        if all(map(importable, TARGETS[name].packages)) and present(TARGETS[name]):
+            return TARGETS[name]
+    return TARGETS["cpu"]
+
+
+def require(
+    target: Target,
+    environment: Mapping[str, str] | None = None,
+    importable: Callable[[str], bool] = _importable,
+    present: Callable[[Target], bool] = _present,
+) -> None:
+    """Raise unless the worker can run on `target` here, or compile for it where that is all that is asked.
+
+    Raises:
+        Unavailable: packages are missing, and they are named, or there is no device.
+    """
+    environment = os.environ if environment is None else environment
+    instead = f"or unset {TARGET} and {NEURON_OVERRIDE} to serve on the CPU"
     missing = [name for name in target.packages if not importable(name)]
     if missing:
         raise Unavailable(
             f"the target needs {', '.join(missing)}, which this environment lacks",
             where=f"target {target.name}",
-            do=f"install them from the vendor's index, or unset {TARGET} and {NEURON_OVERRIDE} to serve on the CPU",
+            do=f"install them from the vendor's index, {instead}",
         )
-    if not target.runs:
-        raise Unsupported(
-            "the worker of this version keeps weights, pages and batches in host memory and does not run there",
+    compiles_only = any(environment.get(name) == "1" for name in COMPILE_ONLY)
+    if not compiles_only and not present(target):
+        raise Unavailable(
+            "torch sees no such device here",
             where=f"target {target.name}",
-            do=f"unset {TARGET} and {NEURON_OVERRIDE} to serve on the CPU",
+            do=f"check the driver, {instead}; with {COMPILE_ONLY[0]}=1 graphs are compiled without a device",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ from vllm.distributed import (
     get_tp_group,
     init_distributed_environment,
 )
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_random_seed
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
@@ -25,7 +27,7 @@ from pilotage import parallel
 from pilotage.core import store
 from pilotage.core.errors import PilotageError
 from pilotage.kernels.cpu.pages import use_huge_pages
-from pilotage.serving import compile_mode, kv, kv_scales, layout, loading, memory, speculation, threads
+from pilotage.serving import compile_cache, compile_mode, kv, kv_scales, layout, loading, speculation, targets, threads
 from pilotage.serving.kv_read import KVReader
 from pilotage.serving.runner import ModelRunner
 from pilotage.serving.speculation import draft
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
+logger = logging.getLogger("vllm.pilotage")
 P = ParamSpec("P")
 R = TypeVar("R")
 # Where a worker leaves what went wrong, for the process that started the engine; see `launch.engine`.
@@ -74,10 +77,20 @@ class PilotageWorker(WorkerBase):
     def init_device(self) -> None:
         """Join the process groups and set threads and seed."""
         threads.apply()
-        self.device = torch.device("cpu")
         config = self.vllm_config
+        self.target = targets.select()
+        if not self.target.tested:
+            logger.warning("target %s: untested on hardware", self.target.name)
+        if self.target.cache_variable is not None:
+            os.environ.setdefault(self.target.cache_variable, str(compile_cache.root() / self.target.name))
+        self.device = self.target.device(self.local_rank)
+        current_platform.device_name = self.target.name  # where vLLM's groups of ranks look for the device
         init_distributed_environment(
-            self.parallel_config.world_size, self.rank, self.distributed_init_method, self.local_rank, "gloo"
+            self.parallel_config.world_size,
+            self.rank,
+            self.distributed_init_method,
+            self.local_rank,
+            self.target.collectives,
         )
         ensure_model_parallel_initialized(
             self.parallel_config.tensor_parallel_size, self.parallel_config.pipeline_parallel_size
@@ -95,9 +108,9 @@ class PilotageWorker(WorkerBase):
         start = time.perf_counter()
         with set_current_vllm_config(self.vllm_config):
             cache_8bit = kv_scales.requested(self.vllm_config)
-            self.model, self.ledger = loading.load_model(self.vllm_config, cache_8bit=cache_8bit)
+            self.model, self.ledger = loading.load_model(self.vllm_config, device=self.device, cache_8bit=cache_8bit)
             if speculation.needs_model(self.vllm_config):
-                self.draft_model, _ = loading.load_model(draft.config_of_draft(self.vllm_config))
+                self.draft_model, _ = loading.load_model(draft.config_of_draft(self.vllm_config), device=self.device)
         for model in (self.model, self.draft_model):
             use_huge_pages(model.parameters() if model is not None else ())
         self.load_s = time.perf_counter() - start
@@ -114,7 +127,9 @@ class PilotageWorker(WorkerBase):
 
     @_explained
     def determine_available_memory(self) -> int:
-        free = memory.free_bytes() // layout.ranks_on_this_machine(self.vllm_config)
+        free = self.target.free_bytes(self.device)
+        if not self.target.staged:  # the ranks of this machine share its memory
+            free //= layout.ranks_on_this_machine(self.vllm_config)
         if self.draft_model is not None:
             free -= draft.cache_bytes(self.draft_model, self.vllm_config)
         return kv.available_bytes(self.vllm_config, self.kv_specs, free)
@@ -122,7 +137,7 @@ class PilotageWorker(WorkerBase):
     @_explained
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocate the pages, hand them to the model and prepare the runner."""
-        caches = kv.allocate(kv_cache_config, self.kv_specs)
+        caches = kv.allocate(kv_cache_config, self.kv_specs, self.device, apart=self.target.compiler is not None)
         use_huge_pages((cache for pair in caches.values() for cache in pair), now=False)
         self.model.bind_kv_cache(caches)
         self.caches, self.kv_cache_config = caches, kv_cache_config
@@ -157,7 +172,8 @@ class PilotageWorker(WorkerBase):
         self.model_config.max_model_len = max_model_len
 
     def synchronize_device(self) -> None:
-        """Do nothing: every call here returns when its work is done."""
+        """Wait until the device has done what it was given; on the CPU every call returns when its work is done."""
+        self.target.synchronize(self.device)
 
     def record_start(self, directory: str, positions: list[int] | None = None) -> None:
         """See `runner.ModelRunner.record_start`."""

@@ -267,12 +267,12 @@ def targets(findings: list[Finding]) -> list[dict[str, Any]]:
         {
             "target": "neuron",
             "usable": False,
-            "why": f"{neuron_why}; untested on hardware, no code path of this version runs there",
+            "why": f"{neuron_why}; untested on hardware",
         },
         {
             "target": "cuda",
             "usable": False,
-            "why": f"{_cuda()}; untested on hardware, no code path of this version runs there",
+            "why": f"{_cuda()}; untested on hardware",
         },
     ]
 

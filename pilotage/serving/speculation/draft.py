@@ -74,10 +74,12 @@ class DraftModel:
         self.max_len = min(vllm_config.model_config.max_model_len, own.model_config.max_model_len)
         self.token_buckets, self.prefill_seqs = token_buckets, prefill_seqs
         lanes, pages = vllm_config.scheduler_config.max_num_seqs, _pages(vllm_config)
-        specs = model.get_kv_spec().layers
+        specs, device = model.get_kv_spec().layers, next(model.parameters()).device
         caches: dict[str, list[Tensor]] = {
             layer.name: [
-                torch.zeros(lanes * pages, layer.num_kv_heads, BLOCK_SIZE, layer.head_size, dtype=layer.dtype)
+                torch.zeros(
+                    lanes * pages, layer.num_kv_heads, BLOCK_SIZE, layer.head_size, dtype=layer.dtype, device=device
+                )
                 for _ in range(2)
             ]
             for layer in specs

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import pilotage.functional as NF
+from pilotage.core.errors import Unsupported
+from pilotage.functional import fused
 
 HEADS, KV_HEADS, SIZE = 6, 2, 20
 IMPLEMENTATIONS = ("torch", "sdpa")
@@ -201,3 +203,20 @@ def test_the_definition_has_the_gradient_of_dense_attention() -> None:
     torch.testing.assert_close(out, dense.transpose(0, 1))
     for ours, theirs in zip(leaves, (q, k, v), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 3}], ids=["plain", "window"])
+@pytest.mark.parametrize("operator", ["flash_attention", "segmented_attention", "attention_decode"])
+def test_what_a_gpu_would_run_gives_the_same_on_the_cpu(operator: str, options: dict[str, Any]) -> None:
+    """Called directly: its domain is another device."""
+    prefill = {"flash_attention": ([0, 0, 0], [11, 1, 7]), "segmented_attention": ([5, 0, 8, 3], [6, 1, 7, 4])}
+    requests = Requests(*prefill.get(operator, ([5, 0, 8, 3], [1, 1, 1, 1])), 4)
+    paged = operator != "flash_attention"
+    keys = (requests.k_cache, requests.v_cache) if paged else (requests.packed(requests.k), requests.packed(requests.v))
+    more = {"kv_segment_size": 0} if operator == "segmented_attention" else {}
+    function = getattr(fused, operator)
+    got = function(requests.packed(requests.q), *keys, scale=0.3, **requests.arguments(paged), **options, **more)
+    expected = requests.expected(scale=0.3, **({"softcap": None, "sinks": None, "window": None} | options))
+    torch.testing.assert_close(got[: requests.total].double(), expected, rtol=0, atol=2e-6)
+    with pytest.raises(Unsupported, match="q is on cpu, not cuda"), NF.forced({operator: "fused"}):
+        getattr(NF, operator)(requests.packed(requests.q), *keys, scale=0.3, **requests.arguments(paged), **more)

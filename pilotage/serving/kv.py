@@ -164,7 +164,7 @@ def available_bytes(vllm_config: VllmConfig, specs: Mapping[str, AttentionSpec],
     per_request = sum(spec.max_memory_usage_bytes(vllm_config) for spec in specs.values())
     wanted = math.ceil(per_request * vllm_config.scheduler_config.max_num_seqs * (1 + PREFIX_CACHE_SHARE))
     wanted += 2 * sum(spec.page_size_bytes for spec in specs.values())  # page 0, and rounding between groups
-    limit = int(free_bytes * vllm_config.cache_config.gpu_memory_utilization)
+    limit = int(max(free_bytes, 0) * vllm_config.cache_config.gpu_memory_utilization)
     return wanted if wanted <= limit else round_down(limit)
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _CGROUP = Path("/sys/fs/cgroup")
 _ENV = "PILOTAGE_MEMORY_BYTES"
@@ -25,6 +29,26 @@ def free_bytes(cgroup: Path = _CGROUP) -> int:
     if stated:
         free = min(free, max(int(stated) - psutil.Process().memory_info().rss, 0))
     return free
+
+
+def step_bytes(vllm_config: VllmConfig, tokens_per_req: int) -> int:
+    """Return about what the largest step takes beside weights and cache, rather too much than too little.
+
+    Counted are the rows between operators, in fp32 and as if a layer's were all alive at once, and four copies of the
+    sampled rows' logits: the graph's, the sampler's in fp32, what it sorts, and their probabilities.
+
+    Args:
+        vllm_config: vLLM's configuration, its limits final.
+        tokens_per_req: most tokens of a request in a decode graph.
+    """
+    model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    config = model.hf_text_config
+    hidden = model.get_hidden_size()
+    inner = max(getattr(config, "intermediate_size", 0) or 0, getattr(config, "moe_intermediate_size", 0) or 0)
+    attention = getattr(config, "num_attention_heads", 1) * model.get_head_size()
+    decode = scheduler.max_num_seqs * tokens_per_req
+    rows = max(scheduler.max_num_batched_tokens, decode) * (12 * hidden + 4 * inner + 4 * attention)
+    return 4 * (rows + 4 * decode * model.get_vocab_size())
 
 
 def _read(path: Path) -> int | None:

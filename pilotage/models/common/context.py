@@ -72,7 +72,8 @@ class PagedContext(dict[str, Any]):
         name = source or layer.layer_name
         meta = self[name]
         k_cache, v_cache = layer.kv_cache
-        k_scale, v_scale = getattr(layer, "k_scale", None), getattr(layer, "v_scale", None)
+        k_scale: Any = getattr(layer, "k_scale", None)
+        v_scale: Any = getattr(layer, "v_scale", None)
         scaled = k_scale is not None and v_scale is not None  # a cache of 8-bit numbers
         if source is None:
             if scaled:

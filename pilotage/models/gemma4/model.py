@@ -87,7 +87,7 @@ class Gemma4Attention(GroupedQueryAttention):
         else:
             k, v = tap(f"{self.name}.k", own[0]), tap(f"{self.name}.v", own[-1])
             q, k = NF.rotary(q, self.k_norm(k), *rope)
-            v = _plain_norm(v, self.eps)
+            v = tap(f"{self.name}.v_norm", _plain_norm(v, self.eps))
             earlier[self.kind] = (k, v)
         return self.attend(q, k, v, ctx)
 

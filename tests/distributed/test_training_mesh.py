@@ -1,0 +1,142 @@
+"""Every way to divide a model trains as one process does: loss, norm, each gradient, and weights after five steps.
+
+The single process is plain torch on the whole batch: no engine, no micro-batches, torch's own clipping.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_ranks import global_batches, meshed_run, plain_run, run
+
+pytestmark = pytest.mark.distributed
+
+TWO = [{"dp": 2}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}]
+FOUR = [
+    {"tp": 2, "dp": 2},
+    {"tp": 2, "dp": 2, "sequence_parallel": True},
+    {"pp": 2, "dp": 2},
+    {"tp": 2, "pp": 2},
+    {"tp": 2, "pp": 2, "sequence_parallel": True},
+]
+# Relative L2 of each gradient: fp32 sums in another order, through four to six layers. A gradient that is lost in part
+# is off by tens of percent.
+GRADIENT = 1e-5
+# Of the change in five steps, all of a parameter together: Adam divides by gradients that may be near zero.
+UPDATE = 3e-3
+LOSS = 1e-5  # of losses near 8
+NORM = 1e-5  # relative
+
+
+def load(path: Path, implementation: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from pilotage.models import registry
+
+    if implementation == "transformers":
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    names = json.loads((path / "config.json").read_text())["architectures"]
+    return registry.training_class(names).from_pretrained(path, dtype=torch.float32)
+
+
+def work(rank: int, paths: list[Path], cases: list[dict[str, Any]], implementation: str) -> dict[tuple[int, int], Any]:
+    from pilotage.training.mesh import Parallel
+
+    found = {}
+    for index, path in enumerate(paths):
+        for number, case in enumerate(cases):
+            model = load(path, implementation)
+            batches = global_batches(model.config.vocab_size)
+            found[index, number] = meshed_run(model, Parallel(**case), batches)
+    return found
+
+
+def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
+
+
+def assert_same_training(got: dict[str, Any], expected: dict[str, Any], start: dict[str, torch.Tensor]) -> None:
+    assert got["gradients"].keys() == expected["gradients"].keys()
+    off = {name: relative(got["gradients"][name], value) for name, value in expected["gradients"].items()}
+    assert all(value < GRADIENT for value in off.values()), sorted(off.items(), key=lambda item: -item[1])[:5]
+    for key in ("losses", "evaluated"):
+        assert got[key] == pytest.approx(expected["losses"], abs=LOSS)
+    assert got["norms"] == pytest.approx(expected["norms"], rel=NORM)
+    assert got["weights"].keys() == expected["weights"].keys()
+    moved = {
+        name: relative(got["weights"][name] - start[name], value - start[name])
+        for name, value in expected["weights"].items()
+    }
+    assert all(value < UPDATE for value in moved.values()), sorted(moved.items(), key=lambda item: -item[1])[:5]
+
+
+def check(paths: list[Path], cases: list[dict[str, Any]], world: int, out: Path, implementation: str) -> None:
+    results = run(work, world, out, paths, cases, implementation)
+    for index, path in enumerate(paths):
+        model = load(path, "transformers")
+        start = {name: p.detach().clone() for name, p in model.named_parameters()}
+        expected = plain_run(model, global_batches(model.config.vocab_size))
+        assert all(norm > 0.5 for norm in expected["norms"]), "clipping is part of what is compared"
+        for number in range(len(cases)):
+            for result in results:
+                assert_same_training(result[index, number], expected, start)
+
+
+def biased(tiny: Callable[..., Path]) -> Path:
+    """Five layers do not divide over two stages, and biases on both sides of a divided product must count once."""
+    return tiny("llama3", attention_bias=True, mlp_bias=True, num_hidden_layers=3, tie_word_embeddings=True)
+
+
+def test_two_processes_train_as_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    check([tiny("gemma3")], TWO, 2, tmp_path, "pilotage")
+
+
+@pytest.mark.slow
+def test_two_processes_train_llama_as_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    check([tiny("llama3")], TWO, 2, tmp_path, "pilotage")
+
+
+@pytest.mark.slow
+def test_every_mesh_and_model_trains_as_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    check([tiny("llama3"), tiny("gemma3"), biased(tiny)], FOUR, 4, tmp_path, "pilotage")
+
+
+@pytest.mark.slow
+def test_biases_and_uneven_stages_train_as_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    check([biased(tiny)], TWO, 2, tmp_path, "pilotage")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_transformers_own_classes_train_as_one(world: int, tiny: Callable[..., Path], tmp_path: Path) -> None:
+    check([tiny("llama3"), tiny("gemma3")], TWO if world == 2 else FOUR, world, tmp_path, "transformers")
+
+
+@pytest.mark.slow
+def test_three_axes_at_once(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    check([tiny("gemma3")], [{"tp": 2, "dp": 2, "pp": 2, "sequence_parallel": True}], 8, tmp_path, "pilotage")
+
+
+def one_case(rank: int, path: Path) -> dict[str, torch.Tensor]:
+    from pilotage.training.mesh import Parallel
+
+    model = load(path, "pilotage")
+    found = meshed_run(model, Parallel(tp=2, dp=2), global_batches(model.config.vocab_size, steps=2))
+    return found["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_fifty_runs_leave_cleanly_with_the_same_weights(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """A process that aborts while it leaves is an error of `run`."""
+    first = None
+    for _ in range(50):
+        results = run(one_case, 4, tmp_path, tiny("llama3"))
+        first = first or results[0]
+        for result in results:
+            assert all(torch.equal(result[name], value) for name, value in first.items())

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class SafetensorsCheckpoint:
     Opening reads the headers only, and checks that every file is whole and every tensor is where the index says.
 
     Args:
-        path: the model's directory, or one .safetensors file.
-        cache_dir: accepted for compatibility with the documented signature; reading in place needs no cache, so only
-            None or a directory is allowed and nothing is written there.
+        path: the model's directory, or one .safetensors file, or a hub id whose files are in the local hub cache; the
+            network is not asked.
+        cache_dir: the hub cache in which an id is looked up, None for Hugging Face's own. A directory is read in place.
 
     Raises:
         BadInput: no such directory, no safetensors in it, a missing or truncated file, a header that contradicts it.
@@ -56,9 +57,9 @@ class SafetensorsCheckpoint:
     """
 
     def __init__(self, path: str | Path, cache_dir: str | Path | None = None) -> None:
-        self.path = Path(path)
         if cache_dir is not None and Path(cache_dir).is_file():
             raise BadInput("cache_dir is a file", where=str(cache_dir), do="name a directory, or None")
+        self.path = _located(path, cache_dir)
         self.tensors: dict[str, LazyTensor] = {}
         index = self.path / _INDEX
         if self.path.is_file():
@@ -190,3 +191,16 @@ class SafetensorsCheckpoint:
                     f"a shard is missing: {int(match[3])} should be there", where=str(path), do="fetch the others"
                 )
             self._add(SafetensorsFile(path))
+
+
+def _located(path: str | Path, cache_dir: str | Path | None) -> Path:
+    """Return a local path as it is, and for a hub id the newest snapshot in the cache, if there is one."""
+    if Path(path).exists() or not _HUB_ID.fullmatch(str(path)):
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(str(path), cache_dir=cache_dir, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return Path(path)

@@ -70,6 +70,17 @@ def test_bad_directories_are_explained(tmp_path: Path, sharded: Path) -> None:
         SafetensorsCheckpoint(empty)
 
 
+def test_a_hub_id_is_looked_up_in_the_cache_that_is_named(tmp_path: Path) -> None:
+    home = tmp_path / "models--acme--tiny"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("f00")
+    (home / "snapshots" / "f00").mkdir(parents=True)
+    save_file({"weight": torch.arange(3.0)}, home / "snapshots" / "f00" / "model.safetensors")
+    assert SafetensorsCheckpoint("acme/tiny", tmp_path).keys() == ["weight"]
+    with pytest.raises(BadInput, match="acme/other: no such checkpoint directory"):
+        SafetensorsCheckpoint("acme/other", tmp_path)
+
+
 def test_a_missing_shard_names_itself_and_what_it_held(sharded: Path) -> None:
     (sharded / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(BadInput, match=r"model-00002-of-00002\.safetensors: a shard is missing; it should hold c"):

@@ -31,6 +31,8 @@ ROW_PARALLEL = ("o_proj", "down_proj")
 # Kinds that may hold experts, and how many times the noise of a router's logits two experts must be apart.
 ROUTED = ("mlp", "decoder layer")
 TIE = 4.0
+# Rows of the embedding that are compared.
+MOST_ROWS = 8192
 # A twin's window is 16.
 TWIN_TOKENS = 70
 
@@ -214,11 +216,23 @@ def _jobs(
             layer = types[int(name.split(".")[1])]
             beside = {key: value.to(dtype).float() for key, value in expected.beside(name).items()}
         jobs.append(Job(name=name, kind=kind, label=name, x=x, layer_type=layer, beside=beside))
+        if kind == "embedding":
+            # Rows that no token of the stream has: what was not loaded into them shows nowhere else.
+            ids = _everywhere(expected.decoder.get_submodule(name).weight.shape[0])
+            jobs.append(Job(name=name, kind=kind, label=f"{name} (all tokens)", x=ids[None], layer_type=""))
         eps = _epsilon(expected.decoder.get_submodule(name)) if kind == "norm" else None
         if eps is not None:
             small = (x * (SMALL * eps**0.5 / x.square().mean().sqrt())).to(dtype).float()
             jobs.append(Job(name=name, kind=kind, label=f"{name} (small input)", x=small, layer_type=""))
     return jobs
+
+
+def _everywhere(size: int) -> Tensor:
+    """Return ids of the whole vocabulary; of a large one both ends and an even choice between."""
+    if size <= MOST_ROWS:
+        return torch.arange(size)
+    even = torch.linspace(0, size - 1, MOST_ROWS, dtype=torch.float64).round().long()
+    return torch.cat((torch.arange(64), even, torch.arange(size - 64, size))).unique()
 
 
 def _compared(

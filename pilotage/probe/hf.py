@@ -55,9 +55,10 @@ class HFTaps:
         self._plain: dict[nn.Module, str] = {}
         for name, layer in self.layers:
             self._classify(name, layer)
-        norm = getattr(self.decoder, "norm", None)
-        if norm is not None:
-            self._plain[norm] = "model.norm"
+        for name, module in self.decoder.named_children():
+            # Beside the layers: the last norm, and what makes the layers' own inputs.
+            if name not in ("layers", "embed_tokens", "rotary_emb") and not isinstance(module, nn.ModuleList):
+                self._plain[module] = f"model.{name}"
         self._rows = 0
 
     def _classify(self, layer_name: str, layer: nn.Module) -> None:

@@ -7,6 +7,7 @@ replacement document; beyond it there is a mask of the rows that have a referenc
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections import Counter
@@ -165,10 +166,14 @@ class TensorReplacer:
             rows.append(found)
         self = cls.__new__(cls)
         self._build(rows, [list(prompt) for prompt in chosen])
+        with contextlib.suppress(BadInput):  # nobody noted tokens: they are then not compared
+            self._tokens = [captures.tokens(name) for name in chosen.values()]
         return self
 
     def _build(self, captures: Sequence[Mapping[str, Rows]], prompts: list[list[int]]) -> None:
         self.prompts = prompts
+        # By prompt, positions and the tokens that were fed there; known from captures on disk.
+        self._tokens: list[tuple[Tensor, Tensor]] = []
         self.num_prompts = len(captures)
         self._by_length: dict[int, dict[tuple[int, ...], int]] = {}
         for number, prompt in enumerate(prompts):
@@ -346,6 +351,27 @@ class TensorReplacer:
         context.mask.copy_(whole)
         if counted:
             self._count(slot_req, prompt, whole)
+
+    def differs(self, req_ids: Sequence[str], positions: Tensor, slot_req: Tensor, tokens: Tensor) -> Tensor:
+        """Tell in which slots [slots] another token is fed than the reference was.
+
+        Args:
+            req_ids, positions, slot_req: as for `fill`.
+            tokens: [slots].
+
+        Returns:
+            bool; False as well where the reference's token is not known.
+        """
+        found = torch.zeros(len(slot_req), dtype=torch.bool)
+        for number, req_id in enumerate(req_ids):
+            prompt = self._requests.get(req_id, -1)
+            if not 0 <= prompt < len(self._tokens) or not len(self._tokens[prompt][0]):
+                continue
+            known, fed = self._tokens[prompt]
+            at = torch.searchsorted(known, positions).clamp(max=max(len(known) - 1, 0))
+            mine = (slot_req == number) & (known[at] == positions)
+            found |= mine & (fed[at] != tokens)
+        return found
 
     def _count(self, slot_req: Tensor, prompt: Tensor, whole: Tensor) -> None:
         real = int((slot_req >= 0).sum())

@@ -8,7 +8,7 @@ scheduler lives in this process, whatever the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pilotage.core.errors import PilotageError
@@ -31,12 +31,29 @@ class Request:
         prompt: how many of them are the prompt.
         arrives: step before which it is handed in.
         drafts: what is drafted after each count of output tokens, where the engine speculates; empty: its own drafts.
+        forced: False where the engine chooses as many tokens by itself, the most likely ones.
     """
 
     tokens: tuple[int, ...]
     prompt: int
     arrives: int = 0
     drafts: tuple[tuple[int, ...], ...] = ()
+    forced: bool = True
+
+    @property
+    def continuation(self) -> tuple[int, ...]:
+        """The tokens after the prompt."""
+        return self.tokens[self.prompt :]
+
+    def says(self, tokens: Sequence[int]) -> Request:
+        """Return the request with another continuation, in whose drafts the same tokens are right and wrong."""
+        said = tuple(tokens)
+        drafts = []
+        for after, drafted in enumerate(self.drafts[: len(said)]):
+            due = said[after : after + len(drafted)]
+            right = [a == b for a, b in zip(drafted, self.continuation[after:], strict=False)]
+            drafts.append(tuple(t if ok else _another(t, self.tokens) for t, ok in zip(due, right, strict=False)))
+        return replace(self, tokens=(*self.tokens[: self.prompt], *said), drafts=tuple(drafts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +93,7 @@ class Schedule:
                 prompt=item["prompt"],
                 arrives=item["arrives"],
                 drafts=tuple(tuple(ids) for ids in item.get("drafts", ())),
+                forced=bool(item.get("forced", True)),
             )
             for item in known["requests"]
         )
@@ -88,18 +106,49 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Drove:
-    """What a run of a schedule came to: its steps, how often a request was preempted, and how much was drafted."""
+    """What a run of a schedule came to.
+
+    Attributes:
+        steps: of the engine.
+        preempted: how often a request was.
+        drafted: tokens.
+        said: what each request answered.
+    """
 
     steps: int
     preempted: int
     drafted: int = 0
+    said: tuple[tuple[int, ...], ...] = ()
+
+
+class NotFollowed(PilotageError):
+    """A request answered other tokens than those that it was forced to.
+
+    Attributes:
+        request: its number.
+        said, forced: tokens.
+        drove: what the run came to all the same.
+    """
+
+    def __init__(self, request: int, said: Sequence[int], forced: Sequence[int], drove: Drove) -> None:
+        super().__init__(
+            f"request {request} said {list(said)[:8]}..., not the forced {list(forced)[:8]}...", where=FORCE_KEY
+        )
+        self.request, self.said, self.forced, self.drove = request, tuple(said), tuple(forced), drove
+
+    @property
+    def position(self) -> int:
+        """Number of the first output token that is another one."""
+        pairs = zip(self.said, self.forced, strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.said), len(self.forced)))
 
 
 def drive(llm: LLM, schedule: Schedule) -> Drove:
     """Run a schedule to its end; request i of the schedule has the request id "i" (and vLLM's own suffix).
 
     Raises:
-        PilotageError: a request did not follow its tokens, or nothing moves any more.
+        NotFollowed: a request did not follow its tokens.
+        PilotageError: nothing moves any more.
     """
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
@@ -152,26 +201,29 @@ def drive(llm: LLM, schedule: Schedule) -> Drove:
             pool.free_blocks(held)
         if engine.has_unfinished_requests():
             engine.abort_request([str(number) for number in range(len(schedule.requests))])
+    answers = tuple(tuple(said.get(str(number), ())) for number in range(len(schedule.requests)))
+    drove = Drove(steps=step, preempted=preempted, drafted=drafted, said=answers)
     for number, request in enumerate(schedule.requests):
-        expected = list(request.tokens[request.prompt :])
-        if said.get(str(number)) != expected:
-            raise PilotageError(
-                f"request {number} said {said.get(str(number), [])[:8]}..., not the forced {expected[:8]}...",
-                where=FORCE_KEY,
-            )
-    return Drove(steps=step, preempted=preempted, drafted=drafted)
+        if request.forced and answers[number] != request.continuation:
+            raise NotFollowed(number, answers[number], request.continuation, drove)
+    return drove
+
+
+def _another(token: int, tokens: Sequence[int]) -> int:
+    return next((other for other in tokens if other != token), token + 1)
 
 
 def _add(engine: Any, number: int, request: Request) -> None:
     from vllm import SamplingParams
 
-    forced = list(request.tokens[request.prompt :])
+    forced = list(request.continuation)
+    extra: dict[str, Any] = {FORCE_KEY: forced} if request.forced else {}
     params = SamplingParams(
         temperature=0.0,
         max_tokens=len(forced),
         ignore_eos=True,
         detokenize=False,
-        extra_args={FORCE_KEY: forced, **({DRAFTS_KEY: request.drafts} if request.drafts else {})},
+        extra_args={**extra, **({DRAFTS_KEY: request.drafts} if request.drafts else {})},
     )
     engine.add_request(str(number), {"prompt_token_ids": list(request.tokens[: request.prompt])}, params)
 

@@ -243,8 +243,11 @@ class Probing:
                 self._prompt_of[req_id] = self._register(req_id, states[req_id])
         total = sum(forward.num_tokens)
         owner = torch.full((inputs.size,), -1, dtype=torch.int64)
-        owner[:total] = inputs.token_to_req[:total]
-        positions = inputs.positions.long()
+        owner[:total] = _owners(forward)
+        positions = torch.zeros(inputs.size, dtype=torch.int64)
+        positions[:total] = _addresses(forward, ids, states)
+        if inputs.verifies:
+            self._leave_wrong_drafts(owner, positions, inputs, forward, ids)
         size = (inputs.size, inputs.num_sampled)
         rows_of = [name for name in self.replacing if not self.known[name].sampled]
         if rows_of:
@@ -252,11 +255,22 @@ class Probing:
             self.replacer.fill(context, ids, positions, owner, modules=rows_of)
         sampled = [name for name in self.replacing if self.known[name].sampled]
         if sampled:
-            owner = torch.full((inputs.num_sampled,), -1, dtype=torch.int64)
-            owner[: inputs.sampled] = inputs.token_to_req[inputs.sampling_positions[: inputs.sampled]]
+            rows = inputs.sampling_positions
+            of_rows = torch.full((inputs.num_sampled,), -1, dtype=torch.int64)
+            of_rows[: inputs.sampled] = owner[rows[: inputs.sampled]]
             context = self.taps.context(*size, sampled=True)
-            at = positions[inputs.sampling_positions]
-            self.replacer.fill(context, ids, at, owner, modules=sampled, counted=not rows_of)
+            self.replacer.fill(context, ids, positions[rows], of_rows, modules=sampled, counted=not rows_of)
+
+    def _leave_wrong_drafts(
+        self, owner: Tensor, positions: Tensor, inputs: StepInputs, forward: Forward, ids: Sequence[str]
+    ) -> None:
+        """Take drafts that are not the reference's tokens out of `owner` [T]: their rows are nobody's and stay live."""
+        assert self.replacer is not None
+        differs = self.replacer.differs(ids, positions, owner, inputs.input_ids)
+        counts = torch.tensor(forward.num_tokens)
+        differs[counts.cumsum(0) - counts] = False  # the token before the drafts is the request's own
+        owner[differs] = -1
+        self._requests["drafts"] += int(differs.sum())
 
     def _register(self, req_id: str, state: CachedRequestState) -> int | None:
         assert self.replacer is not None
@@ -299,7 +313,7 @@ class Probing:
         self.writer.add(
             rows,
             requests=requests,
-            positions=inputs.positions[:total],
+            positions=_addresses(forward, ids, states),
             tokens=inputs.input_ids[:total],
             sampled=sampled,
         )
@@ -334,7 +348,8 @@ class Probing:
         """Count what was replaced.
 
         Returns:
-            `rows`: see `TensorReplacer.receipt`, and `cached`, rows that were computed before and only found;
+            `rows`: see `TensorReplacer.receipt`, and `cached`, rows that were computed before and only found, and
+            `drafts`, rows of drafts that were not the reference's tokens, left live, if there were any;
             `requests`: with and without a reference; `sites`; `zeroed`: sites whose model code takes zero where a row
             has no reference; `whole`: whether every row that counts was replaced: none that was missed, none zeroed,
             none found in pages that may hold keys of another plan.
@@ -343,6 +358,9 @@ class Probing:
             return {}
         rows = {**self.replacer.receipt(), "cached": self._requests["cached"]}
         zeroed = [name for name in self.replacing if self.known[name].bare]
+        if self._requests["drafts"]:
+            rows["drafts"] = self._requests["drafts"]
+            rows["padding"] -= rows["drafts"]
         lacking = rows["missed"] + (rows["live"] if zeroed else 0) + (0 if self._salted else rows["cached"])
         return {
             "rows": rows,
@@ -351,3 +369,18 @@ class Probing:
             "zeroed": zeroed,
             "whole": lacking == 0 and rows["replaced"] > 0,
         }
+
+
+def _owners(forward: Forward) -> Tensor:
+    """Return the number of each packed token's request among those of its forward."""
+    return torch.repeat_interleave(torch.arange(len(forward.num_tokens)), torch.tensor(forward.num_tokens))
+
+
+def _addresses(forward: Forward, ids: Sequence[str], states: Mapping[str, Any]) -> Tensor:
+    """Return each packed token's position in its request, from what was scheduled.
+
+    Not from the graph's inputs: where those are wrong, the rows are still these tokens' rows.
+    """
+    pairs = zip(ids, forward.num_tokens, strict=True)
+    starts = [(states[req_id].num_computed_tokens, count) for req_id, count in pairs]
+    return torch.cat([torch.arange(start, start + count) for start, count in starts])

@@ -50,37 +50,6 @@ def wrong_slot_of_the_second(patch: pytest.MonkeyPatch) -> None:
     after_fill(patch, change)
 
 
-def positions_of_drafts_one_late(patch: pytest.MonkeyPatch) -> None:
-    """Every token after a request's first one in a decode graph is rotated as if it stood one further."""
-
-    def change(inputs: StepInputs, forward: Any) -> None:
-        if inputs.kind == "decode":
-            first = inputs.query_start_loc[:-1].unique()
-            drafts = (inputs.slot_mappings[0] >= 0).index_fill(0, first[first < inputs.size].long(), False)
-            inputs.positions[drafts] += 1
-
-    after_fill(patch, change)
-
-
-def drafts_that_fell_stay_computed(patch: pytest.MonkeyPatch) -> None:
-    """The worker believes that everything it computed counts, and goes on behind the rejected drafts."""
-    real = Requests.update
-
-    def update(self: Requests, step: Any) -> Any:
-        before = {
-            req_id: (int(self.batch.num_computed_tokens_cpu[row]), len(self.batch.spec_token_ids[row]))
-            for req_id, row in self.batch.req_id_to_index.items()
-        }
-        cached = step.scheduled_cached_reqs
-        for index, req_id in enumerate(cached.req_ids):
-            computed, drafts = before.get(req_id, (0, 0))
-            if drafts and req_id not in cached.resumed_req_ids and cached.num_computed_tokens[index] > computed:
-                cached.num_computed_tokens[index] = min(computed + 1 + drafts, cached.num_computed_tokens[index] + 1)
-        return real(self, step)
-
-    patch.setattr(Requests, "update", update)
-
-
 def query_start_off_at_a_full_bucket(patch: pytest.MonkeyPatch) -> None:
     def change(inputs: StepInputs, forward: Any) -> None:
         if inputs.kind == "prefill" and sum(forward.num_tokens) == inputs.size:

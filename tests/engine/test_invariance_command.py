@@ -43,7 +43,7 @@ def test_the_command_passes_a_clean_model_and_prints_json(tmp_path: Path) -> Non
     assert found["status"] == "pass"
     assert {row["relation"] for row in found["relations"]} == {plans.CHUNKS, plans.HIT, plans.SPECULATION}
     drafted = [row for row in found["relations"] if row["relation"] == plans.SPECULATION]
-    assert len(drafted) == 8 and all(row["status"] == "pass" and row["engine"] == benches.DRAFTING for row in drafted)
+    assert len(drafted) == 10 and all(row["status"] == "pass" and row["engine"] == benches.DRAFTING for row in drafted)
     assert found["matrix"][plans.SPECULATION] == {benches.DRAFTING: "pass"}
     assert found["matrix"][plans.CHUNKS] == {benches.SHARP: "pass"}
     assert found["noise"]["float32"]["row_bound"] < 3e-5

@@ -5,7 +5,9 @@ One engine serves all eager cases: faults are planted in its runner and operator
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 import torch
 
 from pilotage.accuracy.arms.tapped_engine import TappedEngine
+from pilotage.accuracy.faults.fault import Patch
+from pilotage.accuracy.faults.table import BY_ID
 from pilotage.accuracy.invariance import bench as benches
 from pilotage.accuracy.invariance import plans
 from pilotage.accuracy.localise import Condition, Localisation, localise
@@ -81,6 +85,52 @@ def test_faults_of_a_batch_are_named(
     assert arm.causal is not None and arm.causal["all_restore"]
 
 
+@pytest.fixture(scope="module")
+def drafting(tiny: Callable[..., Path]) -> Iterator[tuple[Path, TappedEngine, Condition]]:
+    """The condition in which drafts fall in turn, as invariance writes it down."""
+    path = tiny("gemma3")
+    which = benches.settings(path, benches.DRAFTING)
+    found = plans.speculations(benches.drawn(path, which.sizes))
+    turns = next(plan for plan in found if plan.name == "drafts fall in turn")
+    condition = Condition.from_json(json.loads(json.dumps(which.how(turns))))
+    longest = max(len(request.tokens) for request in turns.schedule.requests)
+    how = {"eager": True, "options": condition.options, "schedule": condition.schedule}
+    with TappedEngine(path, torch.float32, longest, **how) as target:
+        yield path, target, condition
+
+
+def test_a_clean_engine_that_drafts_is_none(drafting: tuple[Path, TappedEngine, Condition]) -> None:
+    path, target, condition = drafting
+    target.missteps.clear()
+    found = ask(path, target, condition)
+    assert found.status is Status.PASS, [(culprit.key, culprit.score) for culprit in found.culprits]
+    assert any(request.drafts for request in found.requests)
+    # Rows of drafts that fell are nobody's: they were computed, and no reference was handed to them.
+    (receipt,) = target._engine().collective_rpc("receipt")
+    assert receipt["replacement"]["rows"]["drafts"] > 10
+
+
+@pytest.mark.parametrize(
+    ("fault", "first"),
+    [
+        ("qwen3-keys-of-a-draft-that-fell-stay-and-are-read", "model.layers.0.self_attn.kv"),
+        pytest.param(
+            "gemma3-positions-of-drafts-one-late", "model.layers.0.self_attn.[qk]_rope", marks=pytest.mark.slow
+        ),
+        pytest.param("llama3-drafts-that-fell-count-as-computed", "runner.inputs", marks=pytest.mark.slow),
+        ("qwen2-token-after-the-drafts-from-the-row-before", "sampler.tokens"),
+    ],
+)
+def test_faults_of_drafts_are_named(fault: str, first: str, drafting: tuple[Path, TappedEngine, Condition]) -> None:
+    path, target, condition = drafting
+    target.missteps.clear()
+    with Patch() as patch:
+        BY_ID[fault].plant(patch)
+        found = ask(path, target, condition)
+    assert found.status is Status.FAIL and fnmatch(found.culprits[0].key, first), found.summary()
+    assert json.loads(json.dumps(found.to_json()))["culprits"][0]["what"]
+
+
 @pytest.mark.slow
 def test_a_condition_that_invariance_found(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks alone show it, and the condition says which; without it nothing is found."""
@@ -99,7 +149,6 @@ def test_a_condition_that_invariance_found(tiny: Callable[..., Path], monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.distributed)])
 def test_the_compiled_engine(tiny: Callable[..., Path], tmp_path: Path, ranks: int) -> None:
-    import json
     import shutil
 
     path = tiny("gemma3")

@@ -291,7 +291,8 @@ class OurModules:
             shards, group = k.shape[1] // attention.num_kv_heads, get_tp_group()
             share = group.rank * shards // group.world_size
             k, v = (x.chunk(shards, dim=1)[share].contiguous() for x in (k, v))
-            NF.write_kv(*attention.kv_cache, k, v, slot_mapping=context[attention.kv_source]["slot_mapping"])
+            k_pages, v_pages = attention.kv_cache
+            NF.write_kv(k_pages, v_pages, k, v, slot_mapping=context[attention.kv_source]["slot_mapping"])
             more["earlier"][job.layer_type] = (k, v)
         return more
 

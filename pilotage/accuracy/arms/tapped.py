@@ -35,12 +35,16 @@ class Request:
         parts: sizes of the prefill's parts; the first is computed with nothing cached.
         kept: ascending positions whose logits are compared.
         arrives: step before which it is handed to an engine.
+        drafts: see `serving.drive.Request`.
+        forced: False where the condition is about tokens that the engine chooses; taps force them all the same.
     """
 
     tokens: tuple[int, ...]
     parts: tuple[int, ...]
     kept: tuple[int, ...]
     arrives: int = 0
+    drafts: tuple[tuple[int, ...], ...] = ()
+    forced: bool = True
 
     @property
     def length(self) -> int:

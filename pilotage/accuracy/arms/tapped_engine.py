@@ -7,16 +7,20 @@ the reference at some sites. The tapped graphs stay the same all the while; only
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from pilotage.accuracy.arms.tapped import HEAD_SITES, Cached, Handed, Request, Rows
-from pilotage.core.errors import PilotageError
+from pilotage.accuracy.localise.around import Misstep
+
+if TYPE_CHECKING:
+    from pilotage.serving import drive
 
 
 class TappedEngine:
@@ -36,7 +40,9 @@ class TappedEngine:
             replaced by those observed); None hands them all in at once.
 
     Attributes:
-        missing: for each request the positions that the last run did not compute (a prefix was cached), [length] bool.
+        missing: for each request the positions that the last run did not compute (a prefix was cached) or computed for
+            another token, [length] bool.
+        missteps: tokens that were fed or answered wrongly so far.
     """
 
     def __init__(
@@ -57,6 +63,8 @@ class TappedEngine:
         self.checkpoint, self.dtype, self.eager, self.ranks = checkpoint, dtype, eager, ranks
         self.options, self.schedule = dict(options or {}), dict(schedule or {})
         self.missing: list[Tensor] = []
+        self.missteps: list[Misstep] = []
+        self._said: tuple[tuple[int, ...], ...] = ()
         self._stack = contextlib.ExitStack()
         self._llm: Any = None
         self._reference: Rows | None = None
@@ -90,7 +98,7 @@ class TappedEngine:
         """See `HFTapped.observe`.
 
         Raises:
-            PilotageError: the engine did not start, or rows are missing that nothing explains.
+            PilotageError: the engine did not start.
         """
         wanted = [site for site in (sites or ()) if site not in HEAD_SITES]
         llm = self._engine()
@@ -124,10 +132,12 @@ class TappedEngine:
         found: dict[str, Cached] = {}
         for index in range(len(layers[0])):
             entries = [request[index] for request in layers]
+            # With drafts the last step may compute more than the request takes.
+            kept = [max(request.length - entry.first, 0) for request, entry in zip(requests, entries, strict=True)]
             found[f"model.{entries[0].layer}"] = Cached(
-                first=[entry.first for entry in entries],
-                keys=[entry.keys for entry in entries],
-                values=[entry.values for entry in entries],
+                first=[min(entry.first, request.length) for request, entry in zip(requests, entries, strict=True)],
+                keys=[entry.keys[:count] for entry, count in zip(entries, kept, strict=True)],
+                values=[entry.values[:count] for entry, count in zip(entries, kept, strict=True)],
             )
         return found
 
@@ -178,29 +188,51 @@ class TappedEngine:
 
     def _drive(self, llm: Any, requests: Sequence[Request], directory: Path) -> list[Tensor]:
         """Run the requests; returns their logits at the kept positions."""
-        from pilotage.accuracy.invariance.rows import read
-        from pilotage.serving import drive
-
-        driven = tuple(
-            drive.Request(tokens=request.tokens, prompt=request.prompt_length, arrives=request.arrives)
-            for request in requests
-        )
-        how = {name: value for name, value in self.schedule.items() if name != "requests"}
-        schedule = drive.Schedule.from_json({**how, "requests": []})
-        schedule = drive.Schedule(**{**schedule.__dict__, "requests": driven})
+        driven = [_driven(request) for request in requests]
         positions = sorted({position for request in requests for position in request.kept})
-        llm.collective_rpc("record_start", args=(str(directory), positions))
-        try:
-            drive.drive(llm, schedule)
-        finally:
-            files = llm.collective_rpc("record_stop")[0]
-        rows = read(directory, files).logits
+        rows = self._recorded(llm, driven, directory, positions)
         found = []
         for index, request in enumerate(requests):
             width = next(iter(rows.values()))
             lost = torch.full_like(width, float("nan"))
             found.append(torch.stack([rows.get((index, position), lost) for position in request.kept]))
         return found
+
+    def _recorded(
+        self, llm: Any, requests: Sequence[drive.Request], directory: Path, positions: Sequence[int] | None
+    ) -> Mapping[tuple[int, int], Tensor]:
+        """Run requests under the schedule; returns (request, position) -> logits, and notes wrong answers."""
+        from pilotage.accuracy.invariance import tokens
+        from pilotage.accuracy.invariance.rows import read
+        from pilotage.serving import drive
+
+        how = {name: value for name, value in self.schedule.items() if name != "requests"}
+        schedule = dataclasses.replace(drive.Schedule.from_json({**how, "requests": []}), requests=tuple(requests))
+        llm.collective_rpc("record_start", args=(str(directory), positions))
+        try:
+            self._said = drive.drive(llm, schedule).said
+        except drive.NotFollowed as error:
+            self._said = error.drove.said
+        finally:
+            files = llm.collective_rpc("record_stop")[0]
+        rows = read(directory, files).logits
+        for number, (request, said) in enumerate(zip(requests, self._said, strict=True)):
+            found = tokens.odd(request, said, {p: row for (r, p), row in rows.items() if r == number})
+            if found is not None:
+                position, token, due = found
+                self.missteps.append(Misstep(kind="answered", request=number, position=position, token=token, due=due))
+        return rows
+
+    def choose(self, requests: Sequence[Request]) -> None:
+        """Let the engine choose the tokens, with drafts of which the same ones are right, and note wrong answers."""
+        llm = self._engine()
+        self._hand(llm, requests, None)
+        free = [dataclasses.replace(_driven(request), forced=False) for request in requests]
+        plain = [dataclasses.replace(request, drafts=((),) * len(request.continuation)) for request in free]
+        with tempfile.TemporaryDirectory(prefix="pilotage-choice-") as directory:
+            self._recorded(llm, plain, Path(directory) / "plain", None)
+            drafted = [request.says(said) for request, said in zip(free, self._said, strict=True)]
+            self._recorded(llm, drafted, Path(directory) / "drafted", None)
 
     def _read(self, directory: Path, requests: Sequence[Request], sites: Sequence[str]) -> Rows:
         from pilotage.probe.captures import Captures
@@ -210,18 +242,40 @@ class TappedEngine:
         names = list(captures.requests)
         by_number = dict(zip(numbers(names), names, strict=True))
         rows: Rows = {}
-        self.missing = [torch.zeros(request.length, dtype=torch.bool) for request in requests]
+        self.missing = [self._odd(captures, by_number[i], i, request) for i, request in enumerate(requests)]
         for site in sites:
             for index, request in enumerate(requests):
                 positions, values = captures.get(by_number[index], site)
                 whole = values.new_full((request.length, *values.shape[1:]), float("nan"))
                 inside = positions < request.length
                 whole[positions[inside]] = values[inside]
-                lost = torch.ones(request.length, dtype=torch.bool)
-                lost[positions[inside]] = False
-                self.missing[index] |= lost
                 rows.setdefault(site, []).append(whole)
-        caching = bool(self.options.get("enable_prefix_caching"))
-        if not caching and any(bool(lost.any()) for lost in self.missing):
-            raise PilotageError("rows of some positions were not recorded", where=str(directory))
         return rows
+
+    def _odd(self, captures: Any, name: str, number: int, request: Request) -> Tensor:
+        """Return the positions [length] of a request without a row of their own, and note tokens fed wrongly."""
+        positions, fed = captures.tokens(name)
+        inside = positions < request.length
+        positions, fed = positions[inside], fed[inside]
+        said = torch.tensor((*request.prompt, *self._said[number]))[: request.length]
+        found = torch.full((request.length,), -1)
+        found[positions] = fed
+        first = int(positions[0]) if len(positions) else request.length
+        # Where nothing is found in a cache, everything is computed.
+        start = first if self.options.get("enable_prefix_caching") else 0
+        wrong = (found != said).nonzero()[:, 0]
+        self.missteps += [
+            Misstep(kind="fed", request=number, position=p, token=int(found[p]), due=int(said[p]))
+            for p in wrong.tolist()
+            if p >= start
+        ]
+        # What the engine answered wrongly it is fed next: there the reference has nothing to say.
+        return (found != torch.tensor(request.tokens[: request.length])).clone()
+
+
+def _driven(request: Request) -> drive.Request:
+    from pilotage.serving import drive
+
+    return drive.Request(
+        tokens=request.tokens, prompt=request.prompt_length, arrives=request.arrives, drafts=request.drafts
+    )

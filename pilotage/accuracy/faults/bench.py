@@ -18,6 +18,7 @@ from pilotage.accuracy.arms.tapped import Request
 from pilotage.accuracy.comparison import ArmResult, Reference
 from pilotage.accuracy.faults import peers
 from pilotage.accuracy.gates import ControlErrors
+from pilotage.accuracy.localise.side import Known
 from pilotage.core.nouns import Status
 
 ARMS = ("bfloat16", "float32")
@@ -44,6 +45,7 @@ class Bench:
         path: its directory.
         truth: the reference's tokens and fp32 logits.
         requests: the same tokens as they are fed to a target: packed, in chunks, and decoded.
+        known: Hugging Face's side of `localise`, for all targets.
     """
 
     model: str
@@ -66,6 +68,7 @@ class Bench:
             for index, stream in enumerate(self.truth.streams)
         ]
         self._sides: dict[str, _Side] = {}
+        self.known = Known(path=self.path)
 
     @property
     def longest(self) -> int:

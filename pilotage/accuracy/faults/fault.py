@@ -60,10 +60,11 @@ class Fault:
         plant: makes it.
         where: patterns of the names that are right for the first culprit: a module, or a site of it.
         only: the condition without which it does not show: "chunk", "decode", "batch", "long", "padding",
-            "tensor parallel" or "loading"; empty for none.
+            "tensor parallel", "speculation" or "loading"; empty for none.
         fp32: whether fp32 arithmetic can see it; a difference of rounding alone is seen in the serving dtype if at all.
         ranks: of the target.
-        subject: "model", or "tokenizer" where the faulty part is what makes the tokens.
+        subject: "model"; "tokenizer" where the faulty part is what makes the tokens; "drafts" where it is the engine's
+            speculation, which `pilotage invariance` looks at.
     """
 
     name: str
@@ -172,19 +173,40 @@ def attends(change: Callable[[Any, dict[str, Any], dict[str, Any]], None], *, ph
         real = PagedContext.__dict__["attend"]
 
         def attend(self: Any, layer: Any, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
-            meta = dict(self[layer.layer_name])
-            if phase is not None and phase != kind_of(self, layer.layer_name):
+            name = getattr(layer, "kv_source", None) or layer.layer_name
+            meta = dict(self[name])
+            if phase is not None and phase != kind_of(self, name):
                 return real(self, layer, q, k, v, **how)
             options = {"q": q, "k": k, "v": v, "positions": self["positions"], **how}
             change(layer, meta, options)
             context = PagedContext(self)
             context["positions"] = options.pop("positions")
-            context[layer.layer_name] = meta
+            context[name] = meta
             return real(context, layer, options.pop("q"), options.pop("k"), options.pop("v"), **options)
 
         patch.set(PagedContext, "attend", attend)
 
     return plant
+
+
+def sees(where: Callable[[Tensor, Any], Tensor], *, phase: str | None = None) -> Plant:
+    """Let queries see as if they stood elsewhere: `where(their positions, metadata of the layer)`.
+
+    Computed by the operators' definitions: faster implementations take the rows of a request to be its last ones.
+    """
+
+    def attend(real: Any, self: Any, layer: Any, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+        import pilotage.functional as NF
+
+        name = getattr(layer, "kv_source", None) or layer.layer_name
+        if phase is not None and phase != kind_of(self, name):
+            return real(self, layer, q, k, v, **how)
+        context = type(self)(self)
+        context["positions"] = where(self["positions"], self[name])
+        with NF.forced(dict.fromkeys(("flash_attention", "segmented_attention", "attention_decode"), "torch")):
+            return real(context, layer, q, k, v, **how)
+
+    return around_attention(attend)
 
 
 def kind_of(context: Any, layer_name: str) -> str:
@@ -203,3 +225,18 @@ def around_attention(wrong: Callable[..., Tensor]) -> Plant:
         return PagedContext
 
     return method(context, "attend", wrong)
+
+
+def fills(change: Callable[[Any, Any], None]) -> Plant:
+    """Change the inputs of every step of the engine: `change(the filled inputs, the forward)`."""
+
+    def owner() -> Any:
+        from pilotage.serving.batch import StepInputs
+
+        return StepInputs
+
+    def fill(real: Any, self: Any, forward: Any, **how: Any) -> None:
+        real(self, forward, **how)
+        change(self, forward)
+
+    return method(owner, "fill", fill)

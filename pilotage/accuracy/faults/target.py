@@ -131,7 +131,7 @@ class RankedTapped:
 
 def _divided(name: str) -> bool:
     site = parse(name)
-    return site.site in _DIVIDED or site.module.endswith(("q_norm", "k_norm"))
+    return site.site in _DIVIDED or site.module.endswith(("q_norm", "k_norm", "v_norm"))
 
 
 def _share(handed: Handed | None, rank: int, ranks: int) -> Handed | None:

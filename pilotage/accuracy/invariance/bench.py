@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pilotage.accuracy import prompts
-from pilotage.accuracy.invariance import plans, rows
+from pilotage.accuracy.invariance import plans, rows, tokens
 from pilotage.accuracy.invariance.judge import Result, judge
 from pilotage.accuracy.invariance.noise import Noise
 from pilotage.accuracy.invariance.plans import Plan, Sizes, Streams
@@ -142,23 +142,55 @@ class Bench:
         """Put the engine into a condition and return what it computed."""
         return rows.run(self.llm, plan, self.wanted)
 
-    def check(self, plan: Plan) -> Result:
-        """Run a condition and judge it against the reference."""
-        found = self.run(plan)
-        compared = rows.differences(self.reference, self.plan.streams, found, plan.streams, inherits=plan.inherits)
+    def check(self, plan: Plan, partner: Bench | None = None) -> Result:
+        """Run a condition and judge it against the reference, or against that of another engine."""
+        if plan.free:
+            plain = self.run(plan.chosen())
+            assert plain.drove is not None
+            plan = plan.chosen(plain.drove.said)
+        return self.judged(plan, self.run(plan), plan.relation, partner=partner)
+
+    def judged(self, plan: Plan, found: Rows, relation: str, *, partner: Bench | None = None) -> Result:
+        """Judge what a condition computed, and the tokens that it answered.
+
+        Args:
+            plan: the condition.
+            found: its rows.
+            relation: for the result.
+            partner: the engine whose reference is compared with; None for this one's own.
+        """
+        of, how = partner or self, self.which.how(plan)
+        compared = []
+        if not plan.free:
+            compared = rows.differences(
+                of.reference,
+                of.plan.streams,
+                found,
+                plan.streams,
+                inherits=plan.inherits,
+                same_engine=partner is None,
+            )
+        spoken = None
+        if found.drove is not None:
+            claim = f"{relation}, {plan.name}"
+            spoken = tokens.judge(plan.schedule.requests, found.drove.said, found.logits, claim)
+            for entry in spoken[1]:
+                stream = plan.streams[entry["request"]]
+                entry.update(prompt=self.streams.names[stream], stream=stream)
         result = judge(
             compared,
             self.noise,
-            relation=plan.relation,
+            relation=relation,
             engine=self.which.name,
             condition=plan.name,
             names=self.streams.names,
-            how=self.which.how(plan),
+            how=how,
+            spoken=spoken,
         )
         why = missed(plan, found)
         if why is None or result.status is Status.FAIL:
             return result
-        return unmeasured(plan.relation, self.which.name, plan.name, why, how=self.which.how(plan))
+        return unmeasured(relation, self.which.name, plan.name, why, how=how)
 
 
 def missed(plan: Plan, found: Rows) -> str | None:

@@ -24,7 +24,8 @@ class Result:
         relation: which one.
         engine: name of the engine, e.g. "bfloat16, compiled".
         condition: what is special about it.
-        verdicts: `bitwise` for the rows that the same graphs computed at the same places, `bounded` for the others.
+        verdicts: `bitwise` for the rows that the same graphs computed at the same places, `bounded` for the others,
+            `tokens` where a wrong one was answered, or where there are no rows to compare.
         broke: the rows that broke it, the first of each prompt first.
         reason: why it was not measured.
         counted: False where the target does not have what the relation is about, so that nothing could be broken.
@@ -48,8 +49,10 @@ class Result:
 
     @property
     def expects(self) -> str:
-        """What the relation declares: "bitwise", "bounded", or both for different rows."""
-        return " and ".join(verdict.metric for verdict in self.verdicts if verdict.metric in ("bitwise", "bounded"))
+        """What the relation declares: "bitwise", "bounded", both for different rows, or "tokens"."""
+        return " and ".join(
+            verdict.metric for verdict in self.verdicts if verdict.metric in ("bitwise", "bounded", "tokens")
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -76,6 +79,7 @@ def judge(
     condition: str,
     names: Sequence[str],
     how: Mapping[str, Any] | None = None,
+    spoken: tuple[Verdict, list[dict[str, Any]]] | None = None,
 ) -> Result:
     """Judge the rows of a condition.
 
@@ -84,6 +88,7 @@ def judge(
         noise: of the dtype.
         relation, engine, condition, how: for the result.
         names: of the streams.
+        spoken: what `tokens.judge` says of the tokens; None where they are not known.
     """
     claim = f"{relation}, {condition}"
     exact = [row for row in found if row.same_way]
@@ -136,6 +141,10 @@ def judge(
                     )
                 )
             broken += [(row, "bounded", bound) for row in loose if not row.relative <= bound]
+    said: list[dict[str, Any]] = []
+    if spoken is not None and (spoken[1] or not verdicts):
+        verdicts.append(spoken[0])
+        said = spoken[1]
     if not verdicts:
         verdicts.append(gates.single(Status.NOT_MEASURED, claim, "rows", "no row was computed under both conditions"))
     return Result(
@@ -143,7 +152,7 @@ def judge(
         engine=engine,
         condition=condition,
         verdicts=verdicts,
-        broke=[_told(row, kind, bound, names) for row, kind, bound in _first_of_each(broken)[:SHOWN]],
+        broke=[*said, *(_told(row, kind, bound, names) for row, kind, bound in _first_of_each(broken)[:SHOWN])],
         how=how or {},
         worst=max((row.relative for row in found), default=None),
     )

@@ -7,7 +7,7 @@ conditions, however the tokens before it were cut into prompts, chunks and decod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pilotage.serving.drive import Request, Schedule
 
@@ -181,6 +181,7 @@ class Plan:
         schedule: what is run.
         streams: the stream of each request.
         inherits: for requests that may find their beginning in the prefix cache, the request whose pages those are.
+        free: the requests choose their tokens, and the drafts are made of what they chose: no stream has their rows.
     """
 
     relation: str
@@ -188,6 +189,22 @@ class Plan:
     schedule: Schedule
     streams: tuple[int, ...]
     inherits: tuple[int | None, ...] = ()
+    free: bool = False
+
+    def chosen(self, said: Sequence[Sequence[int]] | None = None) -> Plan:
+        """Return the condition with requests that choose, drafted for what they `said` when nothing was drafted.
+
+        Without that, the run that tells: nothing is drafted.
+        """
+        if said is None:
+            requests = [
+                replace(request, forced=False, drafts=((),) * len(request.continuation))
+                for request in self.schedule.requests
+            ]
+        else:
+            pairs = zip(self.schedule.requests, said, strict=True)
+            requests = [replace(request.says(tokens), forced=False) for request, tokens in pairs]
+        return replace(self, schedule=replace(self.schedule, requests=tuple(requests)))
 
 
 def _all(streams: Streams, order: Iterable[int], every: int = 0) -> tuple[tuple[Request, ...], tuple[int, ...]]:
@@ -255,7 +272,11 @@ def speculations(streams: Streams) -> list[Plan]:
     for name, falls in ways.items():
         chosen = tuple(streams.company)
         requests = tuple(streams.request(s, arrives=i, drafts=falls) for i, s in enumerate(chosen))
-        plans.append(Plan(relation=SPECULATION, name=name, schedule=Schedule(requests=requests), streams=tuple(chosen)))
+        plan = Plan(relation=SPECULATION, name=name, schedule=Schedule(requests=requests), streams=chosen)
+        plans.append(plan)
+        if name in ("all drafts stand", "drafts fall in turn"):
+            # Forced tokens hide from which row of logits a token is taken.
+            plans.append(replace(plan, name=f"{name}, tokens chosen", free=True))
     turns = ways["drafts fall in turn"]
     requests = tuple(streams.request(s, drafts=turns) for s in streams.company)
     plans.append(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pilotage.core.errors import PilotageError
 from pilotage.core.store import read_json
-from pilotage.serving.drive import Drove, drive, numbers
+from pilotage.serving.drive import Drove, NotFollowed, drive, numbers
 
 if TYPE_CHECKING:
     from pilotage.accuracy.invariance.plans import Plan
@@ -78,14 +78,19 @@ def run(llm: Any, plan: Plan, positions: Sequence[int]) -> Rows:
         llm.collective_rpc("record_start", args=(directory, list(positions)))
         try:
             drove = drive(llm, plan.schedule)
+        except NotFollowed as error:
+            drove = error.drove  # judged by `tokens.judge`
         finally:
             files = llm.collective_rpc("record_stop")[0]
-        return _without_drafts(read(Path(directory), files, drove=drove), plan)
+        return _without_drafts(read(Path(directory), files, drove=drove), plan, drove)
 
 
-def _without_drafts(found: Rows, plan: Plan) -> Rows:
-    """Drop rows past the last token that was fed: only drafts that fell were ever computed there."""
-    ends = [len(request.tokens) - 1 for request in plan.schedule.requests]
+def _without_drafts(found: Rows, plan: Plan, drove: Drove) -> Rows:
+    """Drop rows past the last token of the stream that was fed: only drafts that fell were ever computed there."""
+    ends = []
+    for request, said in zip(plan.schedule.requests, drove.said, strict=True):
+        wrong = [n for n, pair in enumerate(zip(said, request.continuation, strict=False)) if pair[0] != pair[1]]
+        ends.append(min([len(request.tokens) - 1, *(request.prompt + n for n in wrong)]))
     return Rows(
         logits={key: row for key, row in found.logits.items() if key[1] < ends[key[0]]},
         ways={request: {p: w for p, w in ways.items() if p < ends[request]} for request, ways in found.ways.items()},

@@ -21,16 +21,14 @@ from pilotage.accuracy.invariance.bench import (
     Bench,
     Settings,
     drawn,
-    missed,
     positions,
     settings,
-    unmeasured,
 )
 from pilotage.accuracy.invariance.judge import Result, judge
 from pilotage.accuracy.invariance.noise import Noise
 from pilotage.accuracy.invariance.plans import Plan, Streams
 from pilotage.accuracy.invariance.result import Invariance
-from pilotage.accuracy.invariance.rows import Rows, differences
+from pilotage.accuracy.invariance.rows import differences
 from pilotage.core.errors import BadInput
 from pilotage.core.nouns import Status, Verdict
 from pilotage.core.progress import track
@@ -148,16 +146,11 @@ class _Run:
             for plan in track([plan for plan in found if plan.relation in self.relations], name):
                 self.results.append(bench.check(plan))
             if name in PARTNERS:
-                partner, relation = PARTNERS[name]
-                if name == DRAFTING:
-                    across = plans.speculations(streams)
-                else:
-                    self.results.append(
-                        self._across(self.benches[partner], bench, relation, bench.plan, bench.reference)
-                    )
-                    across = [plans.together(streams)]
-                for plan in track(across, name):
-                    self.results.append(self._across(self.benches[partner], bench, relation, plan, bench.run(plan)))
+                partner, relation = self.benches[PARTNERS[name][0]], PARTNERS[name][1]
+                across = plans.speculations(streams) if name == DRAFTING else [plans.together(streams, relation)]
+                if name != DRAFTING:
+                    self.results.append(bench.judged(bench.plan, bench.reference, relation, partner=partner))
+                self.results += [bench.check(plan, partner) for plan in track(across, name)]
             if name == SERVED and SERVER in engines and plans.SERVER in self.relations:
                 self.offline_tokens = over_http.offline_tokens(llm)
             self.receipts[name] = llm.collective_rpc("receipt")[0]
@@ -169,32 +162,6 @@ class _Run:
             self.noise[which.dtype] = noises.measure(self.path, which.dtype, as_streams(streams, wanted))
             self.seconds[f"noise of {which.dtype}"] = time.perf_counter() - start
         return self.noise[which.dtype]
-
-    def _across(
-        self, partner: Bench, bench: Bench, relation: str, plan: Plan, found: Rows, *, same_engine: bool = False
-    ) -> Result:
-        """Judge rows of one engine against the reference of another one."""
-        compared = differences(
-            partner.reference,
-            partner.plan.streams,
-            found,
-            plan.streams,
-            inherits=plan.inherits,
-            same_engine=same_engine,
-        )
-        result = judge(
-            compared,
-            bench.noise,
-            relation=relation,
-            engine=bench.which.name,
-            condition=plan.name,
-            names=bench.streams.names,
-            how=bench.which.how(plan),
-        )
-        why = missed(plan, found)
-        if why is None or result.status is Status.FAIL:
-            return result
-        return unmeasured(relation, bench.which.name, plan.name, why, how=bench.which.how(plan))
 
     def _server(self) -> None:
         from pilotage.serving.launch import server

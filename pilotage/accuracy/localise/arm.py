@@ -11,12 +11,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pilotage.accuracy.arms.tapped import HEAD_SITES, Cached, Handed, HFTapped, Request, Rows
-from pilotage.accuracy.localise import blame, course, score, variants
+from pilotage.accuracy.arms.tapped import HEAD_SITES, Cached, Handed, Request, Rows
+from pilotage.accuracy.localise import blame, course, score
+from pilotage.accuracy.localise.around import Misstep
 from pilotage.accuracy.localise.blame import KV, Culprit, Finding
+from pilotage.accuracy.localise.side import Known, joined
 from pilotage.core.errors import BadInput
 from pilotage.core.nouns import Status
-from pilotage.core.progress import track
 
 # Free-running logits this many times further off than the worst control's are not those of a clean model.
 LOGITS = 3.0
@@ -51,6 +52,7 @@ class ArmReport:
         depth: relative error of the free-running residual stream, target and a control, in the order of the model.
         causal: what restoring the culprits does to the logits, None where there are none.
         unmeasured: why the arm says nothing, None if it does.
+        missteps: what an engine fed or answered wrongly.
     """
 
     arm: str
@@ -61,6 +63,7 @@ class ArmReport:
     depth: list[dict[str, Any]] = field(default_factory=list)
     causal: dict[str, Any] | None = None
     unmeasured: str | None = None
+    missteps: list[Misstep] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -71,19 +74,26 @@ class ArmReport:
             "not_measured": self.unmeasured,
             "sites": self.sites,
             "depth": self.depth,
+            "missteps": [step.to_json() for step in self.missteps],
         }
 
 
 class Bench:
-    """One dtype: reference, controls and target over the same rows."""
+    """One dtype: reference, controls and target over the same rows.
 
-    def __init__(
-        self, dtype: torch.dtype, requests: Sequence[Request], expected: Any, control: Any, target: Target, ranks: int
-    ) -> None:
-        self.dtype, self.requests, self.target = dtype, requests, target
-        self.arm = str(dtype).removeprefix("torch.")
-        self.expected, self.control, self.ranks = HFTapped(expected), HFTapped(control), ranks
-        self.floor = score.floors(dtype)
+    Args:
+        arm: dtype.
+        requests: what is fed.
+        known: Hugging Face's side.
+        target: what is localised.
+        ranks: of the target.
+    """
+
+    def __init__(self, arm: str, requests: Sequence[Request], known: Known, target: Target, ranks: int) -> None:
+        self.arm, self.dtype, self.requests, self.target = arm, getattr(torch, arm), requests, target
+        self.known, self.ranks = known, ranks
+        self.expected, _ = known.models(arm)
+        self.floor = score.floors(self.dtype)
         self.phases = [phase for request in requests for phase in request.phases()]
         self.where = [(r, p) for r, request in enumerate(requests) for p in range(request.length)]
         self.kept = [(r, p) for r, request in enumerate(requests) for p in request.kept]
@@ -92,33 +102,33 @@ class Bench:
         self.sites = [site for site in self.reference_sites if site in ours]
 
     def measure(self, top_k: int | None) -> ArmReport:
-        """Hand the reference onward at every site, in every arm, and score what each site made of it."""
-        free = self.expected.observe(self.requests, self.sites)
-        self.free_logits = _joined(free["logits"])
-        self.stream = {site: free[site] for site in course.in_stream(self.sites)}
-        self.handed = {site: [rows.to(self.dtype) for rows in found] for site, found in free.items()}
-        if top_k is not None:
-            _part_ties(self.handed, top_k)
+        """Hand the reference onward at every site, and score what each site made of it."""
+        self.side = self.known.side(self.arm, self.requests, self.ranks, self.sites, top_k)
+        self.handed = self.side.handed
         handed = Handed(rows=self.handed)
-        # In fp32 handing its own rows onward changes nothing.
-        rows = free if self.dtype is torch.float32 else self.expected.observe(self.requests, self.sites, handed)
-        expected = {site: _joined(found) for site, found in rows.items()}
-        controls: dict[str, list[score.SiteErrors]] = {site: [] for site in self.sites}
-        chosen = variants.variants(self.dtype, self.ranks)
-        for variant in track(chosen, f"clean controls, {self.arm}"):
-            with variant.applied(self.control.model):
-                for site, clean in self.control.observe(self.requests, self.sites, handed).items():
-                    controls[site].append(score.measure(_joined(clean), expected[site]))
         observed = self.target.observe(self.requests, self.sites, handed)
         table: list[dict[str, Any]] = []
         findings: list[Finding] = []
         for site in self.sites:
-            self._judge(site, observed.get(site), expected[site], controls[site], table, findings)
+            expected, controls = self.side.expected[site], self.side.controls[site]
+            self._judge(site, observed.get(site), expected, controls, table, findings)
         self._cache(table, findings, handed)
         logits, depth = self._free_running()
         return ArmReport(
-            arm=self.arm, target=self.target.name, sites=table, findings=findings, logits=logits, depth=depth
+            arm=self.arm,
+            target=self.target.name,
+            sites=table,
+            findings=findings,
+            logits=logits,
+            depth=depth,
+            missteps=self._missteps(),
         )
+
+    def _missteps(self) -> list[Misstep]:
+        """Ask an engine which tokens it fed and answered; a model by itself has none of its own."""
+        if any(not request.forced for request in self.requests) and hasattr(self.target, "choose"):
+            self.target.choose(self.requests)
+        return list(dict.fromkeys(getattr(self.target, "missteps", ())))
 
     def _judge(
         self,
@@ -132,22 +142,22 @@ class Bench:
         where = self.kept if site in HEAD_SITES else self.where
         if actual is None:
             return
-        joined = _joined(actual)
+        rows = joined(actual)
         missing: Sequence[Tensor] = getattr(self.target, "missing", ())
         if any(bool(lost.any()) for lost in missing):
             # Rows of a prefix that was found in the cache were never computed: they are not measured.
             computed = torch.tensor([not bool(missing[r][p]) for r, p in where])
             where = [at for at, there in zip(where, computed.tolist(), strict=True) if there]
-            joined, expected = joined[computed], expected[computed]
+            rows, expected = rows[computed], expected[computed]
             controls = [control.taken(computed) for control in controls]
-        if joined.shape != expected.shape:
+        if rows.shape != expected.shape:
             raise BadInput(
-                f"the target has {list(joined.shape)} there, the reference {list(expected.shape)}",
+                f"the target has {list(rows.shape)} there, the reference {list(expected.shape)}",
                 where=site,
                 do="compare checkpoints of one architecture and size",
             )
         by_phase = [self._phase(r, p) for r, p in where]
-        measured = score.measure(joined, expected)
+        measured = score.measure(rows, expected)
         once = site == "model.embed_tokens"
         blocks = site.endswith(".heads") and self.dtype is torch.float32
         slack = score.ATTENTION_SLACK if blocks else 1.0
@@ -192,11 +202,15 @@ class Bench:
                 continue
             where = [(r, p) for r, request in enumerate(self.requests) for p in range(pages.first[r], request.length)]
             phases = [self._phase(r, p) for r, p in where]
-            for site, read in (("k_rope", pages.keys), ("v", pages.values)):
+            # What is cached is what was made last: values that are normalised once more are those.
+            values = "v_norm" if f"{name}.v_norm" in self.handed else "v"
+            for site, read in (("k_rope", pages.keys), (values, pages.values)):
+                if f"{name}.{site}" not in self.handed:
+                    continue
                 rows = zip(self.handed[f"{name}.{site}"], pages.first, strict=True)
-                expected = _joined([whole[first:] for whole, first in rows])
+                expected = joined([whole[first:] for whole, first in rows])
                 exact = score.measure(expected, expected)
-                scored = score.score(score.measure(_joined(read), expected), [exact], phases, self.dtype, self.floor)
+                scored = score.score(score.measure(joined(read), expected), [exact], phases, self.dtype, self.floor)
                 table.append({"site": f"{name}.{KV}", "side": site, **scored.to_json()})
                 if scored.status is Status.FAIL:
                     findings.append(self._finding(f"{name}.{KV}", scored, where, phases))
@@ -207,34 +221,28 @@ class Bench:
         Returns:
             Relative errors of the logits, and those of the residual stream by depth in target and first control.
         """
-        sites = [*self.stream, "logits"]
-        target = self.target.observe(self.requests, sites)
-        logits = {"target": _joined(target["logits"])}
-        clean: Rows = {}
-        for variant in variants.variants(self.dtype, self.ranks):
-            with variant.applied(self.control.model):
-                rows = self.control.observe(self.requests, ["logits"] if clean else sites)
-            clean = clean or rows
-            logits[variant.name] = _joined(rows["logits"])
+        side = self.side
+        target = self.target.observe(self.requests, [*side.stream, "logits"])
+        logits = {"target": joined(target["logits"]), **side.control_logits}
         depth = [
             {
                 "site": site,
                 "target": self._stream_error(target.get(site), site),
-                "control": self._stream_error(clean.get(site), site),
+                "control": self._stream_error(side.control_stream.get(site), site),
             }
-            for site in self.stream
+            for site in side.stream
         ]
-        return {name: _relative(found, self.free_logits) for name, found in logits.items()}, depth
+        return {name: _relative(found, side.logits) for name, found in logits.items()}, depth
 
     def _stream_error(self, actual: Sequence[Tensor] | None, site: str) -> float | None:
-        expected = _joined(self.stream[site])
-        if actual is None or (joined := _joined(actual)).shape != expected.shape:
+        expected = joined(self.side.stream[site])
+        if actual is None or (rows := joined(actual)).shape != expected.shape:
             return None
         missing: Sequence[Tensor] = getattr(self.target, "missing", ())
         if any(bool(lost.any()) for lost in missing):
             computed = torch.tensor([not bool(missing[r][p]) for r, p in self.where])
-            joined, expected = joined[computed], expected[computed]
-        return score.finite(_relative(joined, expected))
+            rows, expected = rows[computed], expected[computed]
+        return score.finite(_relative(rows, expected))
 
     def restore(self, groups: Sequence[tuple[str, Sequence[str]]], before: float) -> dict[str, Any]:
         """Run free but for some sites, where the reference is handed onward.
@@ -255,44 +263,17 @@ class Bench:
                 # Nothing comes after the logits: handing them onward would prove nothing and is not tried.
                 if "logits" not in sites:
                     rows = self.target.observe(self.requests, [*sites, "logits"], handed)["logits"]
-                    after["first" if index == 0 else "all"] = _relative(_joined(rows), self.free_logits)
+                    after["first" if index == 0 else "all"] = _relative(joined(rows), self.side.logits)
         if "first" in after:
             after.setdefault("all", after["first"])
         said = {f"after_{name}": score.finite(after[name]) if name in after else None for name in ("first", "all")}
         return {"arm": self.arm, "restored": groups[0][0], "before": score.finite(before), **said}
 
 
-def _joined(rows: Sequence[Tensor]) -> Tensor:
-    return torch.cat([found.reshape(found.shape[0], -1) for found in rows])
-
-
 def _relative(actual: Tensor, expected: Tensor) -> float:
     measured = score.measure(actual, expected)
     total = float(measured.rows.expected_sq.sum())
     return math.sqrt(float(measured.rows.sq.sum()) / total) if total else math.inf
-
-
-def _part_ties(handed: Rows, top_k: int) -> None:
-    """Keep rounding from making two routers' logits equal where the choice is between them.
-
-    Which of two equal experts is taken is nobody's fault. The second is lowered by one spacing of the dtype, for every
-    arm alike.
-    """
-    for site, found in handed.items():
-        if not site.endswith(".router"):
-            continue
-        for rows in found:
-            if rows.shape[-1] <= top_k:
-                continue
-            values, order = rows.sort(dim=-1, descending=True, stable=True)
-            tied = values[:, top_k - 1] == values[:, top_k]
-            if not bool(tied.any()):
-                continue
-            lower = values[:, top_k - 1 : top_k].expand_as(values)
-            below = lower - lower.abs() * torch.finfo(rows.dtype).eps
-            later = torch.arange(rows.shape[-1]) >= top_k
-            parted = torch.where(tied[:, None] & later & (values == lower), below, values)
-            rows.scatter_(-1, order, parted)
 
 
 def conclude(arm: Bench, report: ArmReport, culprits: Sequence[Culprit]) -> ArmReport:
@@ -302,7 +283,7 @@ def conclude(arm: Bench, report: ArmReport, culprits: Sequence[Culprit]) -> ArmR
     before = report.logits["target"]
     ranked = [culprit for culprit in culprits if any(f.key == culprit.key for f in report.findings)]
     if not ranked:
-        if before > LOGITS * clean and not culprits:
+        if before > LOGITS * clean and not culprits and not report.missteps:
             why = f"the logits are {before / clean:.1f} times further off than a clean model's, but no site shows why"
             return dataclasses.replace(report, unmeasured=why)
         return report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ import torch
 from pilotage.accuracy import prompts, same_config
 from pilotage.accuracy.arms import hf
 from pilotage.accuracy.arms.tapped import PagedTapped, Request
-from pilotage.accuracy.localise import blame, evidence
+from pilotage.accuracy.localise import around, blame, evidence
 from pilotage.accuracy.localise.arm import ArmReport, Bench, Target, conclude
 from pilotage.accuracy.localise.blame import Culprit, Facts
+from pilotage.accuracy.localise.side import Known
 from pilotage.core.errors import BadInput
 from pilotage.core.nouns import Status
 
@@ -57,7 +58,9 @@ class Condition:
             engine=True,
             eager=bool(options.pop("enforce_eager", False)),
             ranks=int(options.pop("tensor_parallel_size", 1)),
-            options={name: value for name, value in options.items() if name != "dtype"},
+            # Whatever is found in the prefix cache under that condition is to be found here.
+            options={"enable_prefix_caching": True}
+            | {name: value for name, value in options.items() if name != "dtype"},
             schedule=values["schedule"],
         )
 
@@ -170,16 +173,17 @@ def feed(
 
 def scheduled(schedule: Mapping[str, Any], *, vocab_size: int) -> list[Request]:
     """Return the requests of a schedule."""
-    items = [(tuple(item["tokens"]), int(item["prompt"]), int(item["arrives"])) for item in schedule["requests"]]
-    everything = sum(len(tokens) for tokens, _, _ in items) * vocab_size <= prompts.MAX_LOGITS
+    everything = sum(len(item["tokens"]) for item in schedule["requests"]) * vocab_size <= prompts.MAX_LOGITS
     return [
         Request(
-            tokens=tokens,
-            parts=(size,),
-            kept=prompts.compared(len(tokens), size, everything=everything),
-            arrives=arrives,
+            tokens=tuple(item["tokens"]),
+            parts=(int(item["prompt"]),),
+            kept=prompts.compared(len(item["tokens"]), int(item["prompt"]), everything=everything),
+            arrives=int(item["arrives"]),
+            drafts=tuple(tuple(ids) for ids in item.get("drafts", ())),
+            forced=bool(item.get("forced", True)),
         )
-        for tokens, size, arrives in items
+        for item in schedule["requests"]
     ]
 
 
@@ -190,6 +194,7 @@ def localise(
     arms: Sequence[str] = ARMS,
     condition: Condition | None = None,
     target: MakeTarget | None = None,
+    known: Known | None = None,
     command: str = "",
 ) -> Localisation:
     """Name the modules of a served model whose own error is larger than a clean computation's.
@@ -200,6 +205,7 @@ def localise(
         arms: dtypes.
         condition: how the target is run; None for in this process.
         target: makes what is localised, instead of what the condition says. For measuring the gates themselves.
+        known: Hugging Face's side as an earlier call has measured it, for several targets of one checkpoint.
         command: the command line, for the report.
 
     Raises:
@@ -218,54 +224,48 @@ def localise(
     spec, ref_spec = (ArchSpec.from_hf(source.load_config(str(found))) for found in (path, ref_path))
     stored, ref_stored = storage_dtype(path), storage_dtype(ref_path)
     rounded = stored if stored != ref_stored and stored.itemsize < ref_stored.itemsize else None
-    fp32 = hf.load(ref_path, torch.float32, rounded_to=rounded)
-    vocabulary = int(fp32.get_output_embeddings().weight.shape[0])
+    known = known or Known(path=ref_path, rounded=rounded)
+    if known.path != ref_path or known.rounded != rounded:
+        raise BadInput(f"what is known is of {known.path}", where=str(ref_path), do="measure each reference by itself")
+    vocabulary = int(known.fp32.get_output_embeddings().weight.shape[0])
     if how.schedule is not None:
         requests = scheduled(how.schedule, vocab_size=vocabulary)
     else:
-        ids, new_tokens = prompt_ids(ref_path, ref_spec)
-        sequences = hf.greedy(fp32, ids, new_tokens)
-        requests = feed(sequences, [len(prompt) for prompt in ids], vocab_size=vocabulary, parts=not how.engine)
+        if known.sequences is None:
+            ids, new_tokens = prompt_ids(ref_path, ref_spec)
+            known.sequences = hf.greedy(known.fp32, ids, new_tokens), [len(prompt) for prompt in ids]
+        requests = feed(*known.sequences, vocab_size=vocabulary, parts=not how.engine)
     longest = max(len(request.tokens) for request in requests)
     clock("hf_float32")
 
     config = same_config.config_verdict(spec, ref_spec) if ref_path != path else None
     facts: Facts | None = None
     reports: list[ArmReport] = []
-    for name, expected, control in _models(ref_path, fp32, arms, rounded):
-        dtype = getattr(torch, name)
+    for name in arms:
         with contextlib.ExitStack() as stack:
-            served = (target or how.target)(path, dtype, longest)
+            served = (target or how.target)(path, getattr(torch, name), longest)
             if hasattr(served, "close"):
                 stack.callback(served.close)
-            arm = Bench(dtype, requests, expected, control, served, how.ranks)
+            arm = Bench(name, requests, known, served, how.ranks)
             report = arm.measure(ref_spec.num_experts_per_token)
-            facts = facts or _facts(arm, expected, config)
+            facts = facts or _facts(arm, arm.expected.model, config)
             reports.append(conclude(arm, report, blame.rank(report.findings, facts)))
         clock(f"arm_{name}")
     assert facts is not None
+    missteps = list(dict.fromkeys(step for report in reports for step in report.missteps))
     return Localisation(
         model=model,
         reference=reference or model,
-        culprits=blame.rank([finding for report in reports for finding in report.findings], facts),
+        culprits=[
+            *around.culprits(missteps),
+            *blame.rank([finding for report in reports for finding in report.findings], facts),
+        ],
         arms=reports,
         config=config.to_json() if config is not None else None,
         requests=requests,
         command=command,
         seconds=clock.seconds,
     )
-
-
-def _models(path: Path, fp32: Any, arms: Sequence[str], rounded: torch.dtype | None) -> Iterator[tuple[str, Any, Any]]:
-    """Yield, for each arm, what computes the expected rows and what the controls run on."""
-    for name in arms:
-        dtype = getattr(torch, name)
-        if dtype is torch.float32:
-            yield name, fp32, fp32
-        else:
-            # fp32 arithmetic on the arm's own weights: what is left is the arithmetic's error.
-            expected = hf.load(path, torch.float32, rounded_to=dtype)
-            yield name, expected, hf.load(path, dtype, rounded_to=rounded)
 
 
 def _facts(arm: Bench, expected: Any, config: Any) -> Facts:

@@ -30,12 +30,14 @@ class Variant:
         other_attention: with the model's other attention implementation, see `arms.hf.attention_of`.
         order: seed of the order in which linear layers sum; None for the natural one.
         ranks: partial sums of the row-parallel layers.
+        fused: an activation and the product with it are rounded once, as one kernel computes both.
     """
 
     name: str
     other_attention: bool = False
     order: int | None = None
     ranks: int = 1
+    fused: bool = False
 
     @contextlib.contextmanager
     def applied(self, model: Any) -> Iterator[None]:
@@ -49,6 +51,8 @@ class Variant:
                 stack.enter_context(_partial_sums(model, self.ranks))
             if self.order is not None:
                 stack.enter_context(_Reordered(self.order))
+            if self.fused:
+                stack.enter_context(_Fused())
             yield
 
 
@@ -66,6 +70,8 @@ def variants(dtype: torch.dtype, ranks: int = 1) -> Sequence[Variant]:
         Variant(name="sums in a third order", order=2),
         Variant(name="other attention, sums in another order", other_attention=True, order=3),
     ]
+    if dtype is not torch.float32:
+        found.append(Variant(name="activations rounded once", fused=True))
     if ranks > 1:
         found.append(Variant(name=f"sums in {ranks} parts", ranks=ranks))
         found.append(Variant(name=f"sums in {ranks} parts, in another order", ranks=ranks, order=4))
@@ -89,6 +95,29 @@ class _Reordered(TorchFunctionMode):
             self.orders[width] = torch.randperm(width, generator=torch.Generator().manual_seed(self.seed))
         order = self.orders[width]
         return func(x[..., order], weight[:, order], *bias)
+
+
+_ACTIVATIONS = (F.silu, F.gelu, F.relu, F.mish, F.hardswish)
+_PRODUCTS = (torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__)
+
+
+class _Fused(TorchFunctionMode):
+    """Keeps an activation in fp32 until it is multiplied; whatever else takes it gets it rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounded: dict[int, tuple[Tensor, Tensor]] = {}  # id of a rounded activation -> itself, and in fp32
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _ACTIVATIONS and isinstance(result, Tensor) and result.dtype is not torch.float32:
+            self.rounded[id(result)] = (result, func(args[0].float(), *args[1:], **(kwargs or {})))
+        elif func in _PRODUCTS and self.rounded and isinstance(result, Tensor):
+            kept = [self.rounded.pop(id(x), None) for x in args]
+            if any(kept):
+                exact = [x if found is None else found[1] for x, found in zip(args, kept, strict=True)]
+                return (exact[0] * exact[1]).to(result.dtype)
+        return result
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ HEADINGS = {
     "Tokenizer / BOS", "Embedding scale / logit and residual multipliers", "RoPE", "qk-norm",
     "Attention scale / softcap / sinks", "Sliding window and masks", "GQA / tensor-parallel layout / fused weights",
     "Bias / norm / activation", "MoE", "lm_head / vocab", "Loading, adapters, config", "KV cache, buckets, graphs",
-    "Numerics",
+    "Numerics", "Speculation",
 }  # fmt: skip
 
 
@@ -38,7 +38,9 @@ def test_the_table_covers_every_component_model_and_condition() -> None:
         "padding",
         "tensor parallel",
         "loading",
+        "speculation",
     }
+    assert sum(fault.subject == "drafts" for fault in FAULTS) >= 4
     assert all(fault.where for fault in FAULTS)
 
 
@@ -46,15 +48,16 @@ def test_the_sample_is_spread_over_components_and_models() -> None:
     faults, clean = sample()
     assert len(faults) == 12 and len({fault.id for fault in faults}) == 12
     assert len({fault.heading for fault in faults}) == 12 and len({fault.model for fault in faults}) >= 6
-    assert all(fault.ranks == 1 for fault in faults)
-    assert len(clean) == 10 and {case.model for case in clean} == set(MODELS)
+    assert all(fault.ranks == 1 and fault.subject != "drafts" for fault in faults)
+    assert len(clean) == 10 and len({case.model for case in clean}) == 10
 
 
 def test_clean_cases_vary_seed_model_and_kernels() -> None:
     cases = clean_cases(200)
     assert len({case.id for case in cases}) == 200
-    assert {case.kernels for case in cases} == set(KERNELS) and len({case.seed for case in cases}) == 6
-    assert sum(case.localised for case in cases) == 50
+    assert {case.kernels for case in cases} == set(KERNELS) and len({case.seed for case in cases}) == 5
+    assert {case.model for case in cases} == set(MODELS)
+    assert sum(case.localised for case in cases) == 100
 
 
 class Thing:

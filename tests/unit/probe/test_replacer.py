@@ -170,6 +170,21 @@ def test_slot_req_settles_any_batch() -> None:
         found.build_context(["r1"], [0, 1, 2], True, "cpu", slot_req=[0, 0])
 
 
+def test_drafts_of_other_tokens_are_told_apart(tmp_path: Path) -> None:
+    """Positions and tokens of the reference, as captures note them; what is not known differs from nothing."""
+    with CaptureWriter(tmp_path / "c", arm="hf") as writer:
+        writer.request("0", [5, 6])
+        writer.add({ROUTER: rows(0, 4)}, requests=["0"] * 4, positions=range(4), tokens=[5, 6, 7, 8])
+    found = TensorReplacer.from_captures(Captures.open(tmp_path / "c"))
+    found.register_request("r", [5, 6])
+    position, owner = torch.tensor([1, 2, 3, 4, 2, 3]), torch.tensor([0, 0, 0, 0, 1, -1])
+    differs = found.differs(["r", "unknown"], position, owner, torch.tensor([6, 7, 9, 1, 1, 1]))
+    assert differs.tolist() == [False, False, True, False, False, False]
+    plain = replacer(TWO)
+    plain.register_request("r", TWO[0])
+    assert not plain.differs(["r"], position, owner.clamp(max=0), torch.zeros(6)).any()
+
+
 def test_warmup_has_the_shapes_and_no_reference() -> None:
     context = replacer(TWO).warmup_context(num_tokens=256, device=torch.device("cpu"))
     assert context[ROUTER].shape == (256, 2) and not context[ROUTER].any() and not context.mask.any()

@@ -1,14 +1,28 @@
 """The table of planted faults."""
 
 from pilotage.accuracy.faults.fault import Fault
-from pilotage.accuracy.faults.table import attention, cache, layers, moe, ranks, rope, tokens, weights
-
-# What the catalogue of public porting faults has that this version has no face for, and why.
-NOT_COVERED = {
-    "Training side": "this version serves and does not train: no gradient, optimiser or context-parallel fault exists",
-    "Speculation": "this version does not speculate",
-}
-FAULTS: tuple[Fault, ...] = tuple(
-    fault for module in (tokens, layers, rope, attention, moe, weights, cache, ranks) for fault in module.FAULTS
+from pilotage.accuracy.faults.table import (
+    attention,
+    cache,
+    latent,
+    layers,
+    masks,
+    moe,
+    ranks,
+    rope,
+    shared_keys,
+    speculation,
+    tokens,
+    weights,
 )
+
+# What the catalogue of public porting faults has and this table has not, and why.
+NOT_COVERED = {
+    "Training side": "served logits have no gradient, no optimiser and no context parallelism to be wrong",
+}
+_PARTS = (
+    *(tokens, layers, rope, attention, masks, latent, shared_keys),
+    *(moe, weights, cache, ranks, speculation),
+)
+FAULTS: tuple[Fault, ...] = tuple(fault for part in _PARTS for fault in part.FAULTS)
 BY_ID: dict[str, Fault] = {fault.id: fault for fault in FAULTS}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pilotage.accuracy.faults.fault import Fault, Plant, attends
+from pilotage.accuracy.faults.fault import Fault, Patch, Plant, attends
 
 _cache = partial(Fault, heading="KV cache, buckets, graphs", where=("*.self_attn.kv", "*.self_attn.heads"))
 
@@ -81,6 +81,48 @@ def _one_layer(layer: Any, meta: dict[str, Any], options: dict[str, Any]) -> Non
         meta["seq_lens"] = (meta["seq_lens"] - 1).clamp(min=1)
 
 
+def _late_value(layer: Any, meta: dict[str, Any], options: dict[str, Any]) -> None:
+    """In decode the value of a token is the one of the token before it in the batch."""
+    real = int(meta["query_start_loc"][-1])
+    v = options["v"].clone()
+    v[:real] = v[:real].roll(1, 0)
+    options["v"] = v
+
+
+def _four_columns(meta: dict[str, Any], positions: Tensor) -> None:
+    """A page table cut to four columns: what lies behind them is read from the first page."""
+    table = meta["block_table_tensor"].clone()
+    table[:, 4:] = table[:, :1]
+    meta["block_table_tensor"] = table
+
+
+def _keys_in_bf16(layer: Any, meta: dict[str, Any], options: dict[str, Any]) -> None:
+    options["k"] = options["k"].bfloat16().to(options["k"].dtype)
+
+
+def _chunk_over_its_prefix(meta: dict[str, Any], positions: Tensor) -> None:
+    """The last token of a chunk is written where the first one of its request is."""
+    slots, real = meta["slot_mapping"].clone(), int((meta["query_start_loc"].diff() > 0).sum())
+    for request in range(real):
+        last = int(meta["query_start_loc"][request + 1]) - 1
+        slots[last] = int(meta["block_table_tensor"][request, 0]) * meta["block_size"]
+    meta["slot_mapping"] = slots
+
+
+def _one_cache_for_two(patch: Patch) -> None:
+    """Two layers of a kind write to the same pages."""
+    from pilotage.models.common.causal_lm import CausalLM
+
+    real = CausalLM.__dict__["bind_kv_cache"]
+
+    def bind(self: Any, pages: Any) -> None:
+        real(self, pages)
+        layers = self.attention_layers()
+        layers[3].kv_cache = layers[1].kv_cache
+
+    patch.set(CausalLM, "bind_kv_cache", bind)
+
+
 FAULTS = (
     _cache(name="first slot of later pages one off", model="llama3", only="long", plant=_meta(_late_page)),
     _cache(
@@ -111,5 +153,17 @@ FAULTS = (
         plant=attends(_zero_keys, phase="decode"),
     ),
     _cache(name="last slot of a page left zero", model="qwen2", only="long", plant=attends(_last_slot_zero)),
+    _cache(
+        name="values of another row in decode", model="qwen2", only="batch", plant=attends(_late_value, phase="decode")
+    ),
+    _cache(name="page table cut", model="llama3", only="long", plant=_meta(_four_columns)),
+    _cache(name="keys rounded to bf16", model="qwen3", plant=attends(_keys_in_bf16)),
+    _cache(
+        name="end of a chunk written over the beginning",
+        model="mistral",
+        only="chunk",
+        plant=_meta(_chunk_over_its_prefix, "chunk"),
+    ),
+    _cache(name="two layers in the same pages", model="gemma3", only="decode", plant=_one_cache_for_two),
     _cache(name="cache rounded to fp8", model="mixtral", plant=attends(_fp8)),
 )

@@ -142,6 +142,38 @@ def _head_in_bf16(real: Any, x: Tensor, weight: Tensor, bias: Tensor | None = No
     return real(x.bfloat16(), weight.bfloat16(), bias).to(x.dtype)
 
 
+def _normalised_residual(real: Any, self: Any, x: Tensor, rope: Any, ctx: Any) -> Tensor:
+    x = tap(f"{self.name}.mid", x + self.self_attn(self.input_layernorm(x), rope, ctx))
+    normed = self.post_attention_layernorm(x)
+    return normed + self.mlp(normed)
+
+
+def _parallel_blocks(real: Any, self: Any, x: Tensor, rope: Any, ctx: Any) -> Tensor:
+    """Both blocks read the stream before attention, as GPT-J's do."""
+    mid = tap(f"{self.name}.mid", x + self.self_attn(self.input_layernorm(x), rope, ctx))
+    return mid + self.mlp(self.post_attention_layernorm(x))
+
+
+def _norm_of_the_sum(real: Any, self: Any, x: Tensor, rope: Any, ctx: Any) -> Tensor:
+    x = tap(f"{self.name}.mid", x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rope, ctx)))
+    return self.post_feedforward_layernorm(x + self.mlp(self.pre_feedforward_layernorm(x)))
+
+
+def _outside_the_root(real: Any, self: Any, x: Tensor) -> Tensor:
+    """Epsilon added to the root, not under it."""
+    wide = x.float()
+    normed = wide / (wide.square().mean(-1, keepdim=True).sqrt() + self.eps)
+    return (self.weight * normed.to(x.dtype)).to(x.dtype)
+
+
+def _gate_twice(layer: Any) -> None:
+    layer.mlp.up_proj.weight.copy_(layer.mlp.gate_proj.weight.clone())
+
+
+def _inner_in_bf16(real: Any, *args: Any, **how: Any) -> Tensor:
+    return real(*args, **how).bfloat16().to(args[0].dtype)
+
+
 FAULTS = (
     _scale(
         name="embedding scale dropped", model="gemma3", where=("model.embed_tokens",), plant=_embedding(lambda s: None)
@@ -222,6 +254,37 @@ FAULTS = (
     _plain(name="exact gelu in place of tanh", model="gemma3", where=("*.mlp",), plant=reads(activation="gelu")),
     _plain(name="SiLU in place of gelu", model="gemma2", where=("*.mlp",), plant=reads(activation="silu")),
     _plain(name="ReLU in place of SiLU", model="mistral", where=("*.mlp",), plant=reads(activation="relu")),
+    _plain(name="gate in the place of up", model="gemma2", where=("*.mlp", "*.mlp.up_proj"), plant=_edit(_gate_twice)),
+    _plain(
+        name="epsilon outside of the root",
+        model="mistral",
+        where=NORMS,
+        plant=method(_rms_norm, "forward", _outside_the_root),
+    ),
+    _plain(
+        name="last norm of a layer over the sum",
+        model="gemma2",
+        where=("*.post_feedforward_layernorm", "model.layers.[0-9]"),
+        plant=method(_gemma2_layer, "forward", _norm_of_the_sum),
+    ),
+    _scale(
+        name="second residual from the normalised stream",
+        model="qwen3",
+        where=("model.layers.[0-9]",),
+        plant=method(_pre_norm_layer, "forward", _normalised_residual),
+    ),
+    _scale(
+        name="both blocks on the same stream",
+        model="llama3",
+        where=("model.layers.[0-9]", "*.post_attention_layernorm"),
+        plant=method(_pre_norm_layer, "forward", _parallel_blocks),
+    ),
+    _number(
+        name="MLP's result in bf16",
+        model="mistral",
+        where=("*.mlp",),
+        plant=operator("mlp", _inner_in_bf16),
+    ),
     _number(
         name="attention's result rounded to bf16",
         model="qwen2",

@@ -59,6 +59,41 @@ def _one_expert_lost(model: Any) -> None:
     experts.down_proj[3] = 0.02 * torch.randn(experts.down_proj[3].shape, generator=torch.Generator().manual_seed(0))
 
 
+def _second_lost(real: Any, logits: Tensor, **how: Any) -> Tensor:
+    """The smallest of a token's weights is lost."""
+    kept = real(logits, **how)
+    least = torch.where(kept > 0, kept, float("inf")).amin(-1, keepdim=True)
+    return torch.where(kept == least, 0.0, kept)
+
+
+def _summed_in_bf16(real: Any, x: Tensor, affinities: Tensor, *weights: Any, **how: Any) -> Tensor:
+    return real(x, affinities, *weights, **how).bfloat16().to(x.dtype)
+
+
+def _weight_before(real: Any, x: Tensor, affinities: Tensor, *weights: Any, **how: Any) -> Tensor:
+    """The routing weight on an expert's input in place of its output."""
+    out = torch.zeros_like(x)
+    for expert in range(affinities.shape[-1]):
+        share = affinities[:, expert : expert + 1].to(x.dtype)
+        only = torch.zeros_like(affinities)
+        only[:, expert] = (affinities[:, expert] != 0).to(affinities.dtype)
+        out = out + real(x * share, only, *weights, **how)
+    return out
+
+
+def _as_halves(block: Any) -> None:
+    block.experts.interleaved = False
+
+
+def _two_exchanged(model: Any) -> None:
+    down = model.model.layers[2].mlp.experts.down_proj
+    down[[0, 1]] = down[[1, 0]].clone()
+
+
+def _rounded_weights(real: Any, logits: Tensor, **how: Any) -> Tensor:
+    return real(logits, **how).bfloat16().float()
+
+
 FAULTS = (
     _moe(name="kept probabilities not renormalised", model="qwen3_moe", plant=reads(norm_topk_prob=False)),
     _moe(name="kept probabilities not renormalised, Mixtral", model="mixtral", plant=reads(norm_topk_prob=False)),
@@ -90,6 +125,14 @@ FAULTS = (
         only="loading",
         plant=_blocks(lambda block: block.experts.gate_up_proj_bias.zero_()),
     ),
+    _moe(name="least of the weights lost", model="mixtral", plant=_routing(_second_lost)),
+    _moe(name="experts' sum in bf16", model="qwen3_moe", plant=operator("experts", _summed_in_bf16)),
+    _moe(name="weights on the experts' input", model="mixtral", plant=operator("experts", _weight_before)),
+    _moe(name="alternating gate and up read as halves", model="gpt_oss", plant=_blocks(_as_halves)),
+    _moe(
+        name="down projections of two experts exchanged", model="mixtral", only="loading", plant=loads(_two_exchanged)
+    ),
+    _moe(name="routing weights rounded to bf16", model="qwen3_moe", plant=_routing(_rounded_weights)),
     _moe(
         name="another activation in experts",
         model="qwen3_moe",

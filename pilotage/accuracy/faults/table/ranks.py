@@ -83,6 +83,31 @@ def _head_shards(model: Any) -> None:
     head.gather = gather
 
 
+def _mlp_not_summed(model: Any) -> None:
+    model.model.layers[2].mlp.down_proj.reduce = lambda partial_sum: partial_sum
+
+
+def _first_bias(model: Any) -> None:
+    import torch.distributed as dist
+
+    for layer in model.model.layers:
+        bias = layer.self_attn.q_proj.bias
+        tensor = bias.data.contiguous()
+        dist.broadcast(tensor, 0)
+        bias.data.copy_(tensor)
+
+
+def _shares_of_the_latents_keys(model: Any) -> None:
+    """Each rank has the other's heads of what makes keys and values."""
+    import torch.distributed as dist
+
+    for layer in model.model.layers:
+        weight = layer.self_attn.kv_b_proj.weight
+        parts = [torch.empty_like(weight.data) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, weight.data.contiguous())
+        weight.data.copy_(parts[1 - dist.get_rank()])
+
+
 FAULTS = (
     _tp(
         name="fused gate and up divided contiguously",
@@ -131,6 +156,24 @@ FAULTS = (
         model="mixtral",
         where=("*.self_attn.o_proj",),
         plant=loads(_half_of_each_head),
+    ),
+    _tp(
+        name="one layer's MLP not summed",
+        model="mistral",
+        where=("model.layers.2.mlp", "model.layers.2.mlp.*"),
+        plant=loads(_mlp_not_summed),
+    ),
+    _tp(
+        name="every rank adds the first one's query bias",
+        model="qwen2",
+        where=("*.self_attn.q_proj",),
+        plant=loads(_first_bias),
+    ),
+    _tp(
+        name="keys and values of the other rank's heads",
+        model="deepseek_v3",
+        where=("*.self_attn.heads", "*.kv_b_proj"),
+        plant=loads(_shares_of_the_latents_keys),
     ),
     _tp(
         name="logits of the ranks in the other order",

@@ -70,8 +70,45 @@ def _positions(change: Callable[[Tensor, Any], Tensor], phase: str) -> Plant:
     return method(backbone, "forward", forward)
 
 
+def _backwards(real: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return real(q, k, cos, -sin)
+
+
+def _twice_as_fast(found: NF.RopeFrequencies) -> NF.RopeFrequencies:
+    """Angles of channel i where those of i / 2 belong: the exponents' step is that of pairs, not of channels."""
+    return dataclasses.replace(found, inv_freq=tuple(value**2 for value in found.inv_freq))
+
+
+def _last_channel_still(found: NF.RopeFrequencies) -> NF.RopeFrequencies:
+    return dataclasses.replace(found, inv_freq=(*found.inv_freq[:-1], 0.0))
+
+
+def _wrapped(real: Any, positions: Tensor, frequencies: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A table that ends: positions past it begin again."""
+    return real(positions % 48, frequencies, dtype)
+
+
 def _from_the_chunk(positions: Tensor, meta: Any) -> Tensor:
     return positions - meta["cached_seq_len"][meta["token_to_req"].long()]
+
+
+def _base_in_decode() -> Plant:
+    def backbone() -> Any:
+        from pilotage.models.common.blocks import DecoderBackbone
+
+        return DecoderBackbone
+
+    def forward(real: Any, self: Any, x: Tensor, positions: Tensor, ctx: Any) -> Tensor:
+        if kind_of(ctx, "layers.0.self_attn") != "decode":
+            return real(self, x, positions, ctx)
+        before = self.rope
+        self.rope = dict.fromkeys(before, before["sliding_attention"])
+        try:
+            return real(self, x, positions, ctx)
+        finally:
+            self.rope = before
+
+    return method(backbone, "forward", forward)
 
 
 _LLAMA3 = {"kind": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -137,6 +174,22 @@ FAULTS = (
         model="llama3",
         only="decode",
         plant=_positions(lambda p, meta: p * 0, "decode"),
+    ),
+    _rope(name="rotated backwards", model="llama3", plant=operator("rotary", _backwards)),
+    _rope(name="base 0.5% off", model="qwen2", plant=_frequencies(theta=1.005e6)),
+    _rope(name="exponents of pairs in place of channels", model="mixtral", plant=_changed(_twice_as_fast)),
+    _rope(name="slowest pair not rotated", model="qwen3", plant=_changed(_last_channel_still)),
+    _rope(name="table shorter than the prompt", model="gemma2", only="long", plant=operator("rope_table", _wrapped)),
+    _rope(
+        name="YaRN's fast end at 16 rotations",
+        model="gpt_oss",
+        plant=_frequencies(beta_fast=16.0, truncate=False, **_YARN),
+    ),
+    _rope(
+        name="base of the sliding layers in decode",
+        model="gemma3",
+        only="decode",
+        plant=_base_in_decode(),
     ),
     _rope(
         name="positions start again in a chunk",

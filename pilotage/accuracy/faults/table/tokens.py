@@ -44,8 +44,25 @@ def _no_bos(real: Any, self: Any, text: str) -> list[int]:
     return real(self, text)[1:]
 
 
+def _eos_behind(real: Any, self: Any, text: str) -> list[int]:
+    """The end of a sequence written behind every prompt."""
+    return [*real(self, text), self.tokenizer.eos_token_id]
+
+
+def _no_answer_begun(real: Any, self: Any, messages: Any) -> list[int]:
+    """The template without the words that begin the answer."""
+    return real(self, messages)[:-1]
+
+
+def _stripped(real: Any, self: Any, text: str) -> list[int]:
+    return real(self, text.strip().lower())
+
+
 FAULTS = (
     _tokens(name="BOS twice in conversations", model="gemma3", plant=method(_encoder, "chat", _twice)),
     _tokens(name="another pre-tokenizer", model="llama3", plant=_text(_digits)),
+    _tokens(name="end of sequence behind prompts", model="qwen3", plant=_text(_eos_behind)),
+    _tokens(name="answer not begun in conversations", model="llama3", plant=method(_encoder, "chat", _no_answer_begun)),
+    _tokens(name="text normalised another way", model="mistral", plant=_text(_stripped)),
     _tokens(name="no BOS before prompts", model="gpt_oss", plant=_text(_no_bos)),
 )

@@ -82,6 +82,42 @@ def _transposed_square(model: Any) -> None:
             weight[:size, :size] = weight[:size, :size].t().clone()
 
 
+def _lost_row(model: Any) -> None:
+    """The row of one token in the head."""
+    model.lm_head.weight[17] = 0
+
+
+def _unseen_rows(model: Any) -> None:
+    """Rows of tokens that no prompt of ours has: none of them is computed with."""
+    model.model.embed_tokens.weight[2:5] = 0.5
+
+
+def _fresh_norm(model: Any) -> None:
+    model.model.layers[3].input_layernorm.weight.fill_(1.0)
+
+
+def _last_norm_epsilon(model: Any) -> None:
+    model.model.norm.eps = 1e-5
+
+
+def _block_turned(model: Any) -> None:
+    weight = model.model.layers[2].mlp.down_proj.weight
+    weight[:32, :32] = weight[:32, :32].t().clone()
+
+
+def _one_element(model: Any) -> None:
+    """A single wrong value, as a flipped bit or a broken block of a file leaves it."""
+    weight = model.model.layers[1].self_attn.v_proj.weight
+    weight[3, 5] = -weight[3, 5] + 1.0
+
+
+def _one_layer_twice(model: Any) -> None:
+    """The last layer has the weights of the one before it."""
+    before, last = (dict(layer.named_parameters()) for layer in list(model.model.layers)[-2:])
+    for name, parameter in last.items():
+        parameter.copy_(before[name])
+
+
 FAULTS = (
     _head(name="tied head not loaded", model="gemma3", only="loading", plant=loads(_untied)),
     _head(name="tied head not loaded, qwen2", model="qwen2", only="loading", plant=loads(_untied)),
@@ -124,6 +160,33 @@ FAULTS = (
         model="qwen3_moe",
         where=("*.self_attn.v_proj",),
         plant=loads(_transposed_square),
+    ),
+    _head(name="row of one token lost", model="qwen2", only="loading", plant=loads(_lost_row)),
+    _head(name="epsilon of the last norm alone", model="qwen3", where=("model.norm",), plant=loads(_last_norm_epsilon)),
+    _load(
+        name="norm of one layer at its first value",
+        model="qwen3",
+        where=("model.layers.3.input_layernorm",),
+        plant=loads(_fresh_norm),
+    ),
+    _load(
+        name="part of one down projection turned",
+        model="mistral",
+        where=("model.layers.2.mlp", "model.layers.2.mlp.down_proj"),
+        plant=loads(_block_turned),
+    ),
+    _load(name="a single value", model="llama3", where=("model.layers.1.self_attn.v_proj",), plant=loads(_one_element)),
+    _load(
+        name="one layer's weights in two layers",
+        model="gemma2",
+        where=("model.layers.4", "model.layers.4.*"),
+        plant=loads(_one_layer_twice),
+    ),
+    _load(
+        name="rows of the embedding that no prompt uses",
+        model="llama3",
+        where=("model.embed_tokens",),
+        plant=loads(_unseen_rows),
     ),
     _load(
         name="a default over the stated epsilon", model="qwen3", only="", where=("*norm",), plant=reads(norm_eps=1e-5)

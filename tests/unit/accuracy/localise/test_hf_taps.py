@@ -148,3 +148,24 @@ def test_capture_model_takes_any_torch_model_and_knows_its_sites() -> None:
     assert torch.equal(steps["0"][0], model[0](x)) and torch.equal(steps["1.input"][0], model[0](x))
     with pytest.raises(ConfigError, match="matches no site"):
         TensorCaptureModel(model, ["2"])(x)
+
+
+def test_what_makes_the_layers_own_inputs_has_sites(tiny: Callable[..., Path]) -> None:
+    """Gemma 4: else a fault there would be blamed on the layer that takes them."""
+    model = hf.load(tiny("gemma4"), torch.float32)
+    taps = HFTaps(model)
+    seen: dict[str, Tensor] = {}
+    with torch.inference_mode(), taps.attached(lambda site, rows: seen.__setitem__(site, rows.clone())):
+        plain = model(input_ids=torch.tensor([IDS])).logits
+    rows = len(IDS)
+    assert seen["model.embed_tokens_per_layer"].shape == (rows, 8 * 14)
+    assert seen["model.per_layer_projection_norm"].shape == (rows, 8, 14)
+    handed = {name: seen[name] * 1.5 for name in ("model.embed_tokens_per_layer", "model.per_layer_projection_norm")}
+    with torch.inference_mode(), taps.attached(lambda site, rows: handed.get(site)):
+        moved = model(input_ids=torch.tensor([IDS])).logits
+    # A common factor is normalised away, one of the two alone is not.
+    assert float((moved - plain).norm() / plain.norm()) < 1e-4
+    del handed["model.embed_tokens_per_layer"]
+    with torch.inference_mode(), taps.attached(lambda site, rows: handed.get(site)):
+        moved = model(input_ids=torch.tensor([IDS])).logits
+    assert float((moved - plain).norm() / plain.norm()) > 1e-2

@@ -105,12 +105,14 @@ def make_mesh(parallel: Parallel, device: str = "cpu") -> Mesh:
     return Mesh(devices, parallel.pp, dp, parallel.tp, *place)
 
 
-def start(device: str = "cpu") -> None:
-    """Join the processes that torchrun started; nothing to do where there is one."""
-    if world_size() > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+def start(device: str = "cpu") -> bool:
+    """Join the processes that torchrun started; returns whether there was anything to do."""
+    if world_size() == 1 or dist.is_initialized():
+        return False
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    return True
 
 
 def finish() -> None:

@@ -97,22 +97,15 @@ def train(recipe: Recipe, *, resume: bool = False, fresh: bool = False, watcher:
     """
     if resume and fresh:
         raise BadInput("one of them at most", where="--resume, --fresh")
-    start(recipe.device)
-    try:
-        mesh = make_mesh(recipe.parallelism(), recipe.device)
-        with _locked(Path(recipe.out), mesh):
-            _clear(Path(recipe.out), mesh, fresh=fresh)
-            return _loop(_prepare(recipe, mesh, watcher or Watcher()), resume=resume)
-    finally:
-        finish_unless_failing()
-
-
-def finish_unless_failing() -> None:
-    """Leave together; a process that failed must not wait for others that may be waiting for it elsewhere."""
-    import sys
-
-    if sys.exc_info()[0] is None:
+    joined = start(recipe.device)
+    mesh = make_mesh(recipe.parallelism(), recipe.device)
+    with _locked(Path(recipe.out), mesh):
+        _clear(Path(recipe.out), mesh, fresh=fresh)
+        outcome = _loop(_prepare(recipe, mesh, watcher or Watcher()), resume=resume)
+    if joined:
+        # A process that failed does not come here: the others may be waiting for it elsewhere.
         finish()
+    return outcome
 
 
 def _prepare(recipe: Recipe, mesh: Mesh, watcher: Watcher) -> _Run:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from pilotage.arch.modeling import root_class
 from pilotage.arch.spec import ArchSpec, hf_config
@@ -95,6 +95,8 @@ def shrink(raw: Mapping[str, Any]) -> dict[str, Any]:
         small["layer_types"] = _kinds(spec.layer_types, layers)
     if isinstance(small.get("mlp_layer_types"), list):
         small["mlp_layer_types"] = _kinds(spec.mlp_layer_types, layers)
+    per_layer = {key: value for key, value in small.items() if _is_per_layer(value, spec.num_layers, layers)}
+    small |= {key: _kinds(value, layers) for key, value in per_layer.items()}
     for key in ("rope_parameters", "rope_scaling"):
         small[key] = _rope(small.get(key)) if key in small else None
         if small[key] is None:
@@ -106,7 +108,14 @@ def _layers(spec: ArchSpec) -> int:
     return 6 if len(set(spec.layer_types)) > 1 else 4
 
 
-def _kinds(kinds: tuple[str, ...], count: int) -> list[str]:
+def _is_per_layer(value: Any, before: int, now: int) -> TypeGuard[list[Any]]:
+    """Whether a value of the config states something of each layer, and has not been cut to their new number."""
+    return (
+        isinstance(value, list) and len(value) == before != now and not any(isinstance(v, dict | list) for v in value)
+    )
+
+
+def _kinds(kinds: Sequence[Any], count: int) -> list[Any]:
     """`count` kinds in which every kind of the model appears, in an uneven pattern."""
     names = list(dict.fromkeys(kinds))
     pattern = [names[0], *names]

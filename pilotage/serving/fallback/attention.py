@@ -1,11 +1,14 @@
-"""The two attention functions that transformers is given, and the masks that go with them.
+"""The attention function that transformers is given, and the mask function that goes with it.
 
-`pilotage_learn` computes plain dense attention and notes what each layer asked for; `pilotage_paged` goes to the pages.
+While a model is learnt they note what each layer asks for; afterwards attention goes to the pages, whose business masks
+are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,18 +18,21 @@ from torch import Tensor, nn
 from pilotage.core.errors import Unsupported
 from pilotage.models.common.context import PagedContext
 
-LEARN, PAGED = "pilotage_learn", "pilotage_paged"
-_LAYER = "_pilotage_layer"
+NAME = "pilotage"
+_LAYERS = "_pilotage_layers"
+_WRITE = "write a model package"
+# Tensors that models hand to attention beside its own arguments and that plain causal attention may ignore.
+_IDLE = ("position_ids", "cache_position", "cache_params", "attention_mask", "position_embeddings", "padding_mask")
 # Far enough to see any window that a model states, twice, so that chunks do not pass for windows.
 _FAR = (2_000_003, 1_234_577)
 
 
 @dataclass(kw_only=True, eq=False)
 class Layer:
-    """One attention module of Hugging Face's, as the paged context sees it.
+    """One call of one attention module of Hugging Face's in a forward, as the paged context sees it.
 
     Attributes:
-        layer_name: its name in the model.
+        layer_name: the module's name in the model; with the number of the call where it is called several times.
         num_kv_heads, head_size: of its pages; values narrower than keys are padded.
         window: keys that a query sees, itself included; None for all.
         step: holds the context of the step that runs, the same for all layers.
@@ -43,9 +49,27 @@ class Layer:
 
 @dataclass(eq=False)
 class Step:
-    """Carries the metadata of a step past Hugging Face's signatures."""
+    """Carries what a step needs past Hugging Face's signatures.
+
+    Attributes:
+        context: metadata of the step that runs; None outside of one.
+        positions: of its tokens, [T].
+        calls: how often each attention module was called in it, by id.
+    """
 
     context: PagedContext | None = None
+    positions: Tensor | None = None
+    calls: Counter[int] = field(default_factory=Counter)
+
+    @contextmanager
+    def running(self, context: PagedContext | None, positions: Tensor) -> Iterator[None]:
+        """Hold a step's metadata for what runs inside the block."""
+        self.context, self.positions = context, positions
+        self.calls.clear()
+        try:
+            yield
+        finally:
+            self.context = self.positions = None
 
 
 @dataclass(kw_only=True)
@@ -57,8 +81,10 @@ class Call:
     num_kv_heads: int
     head_size: int
     value_size: int
+    own_tokens: bool
     mask: Tensor | None
     stated_window: int | None
+    extras: tuple[str, ...]
 
 
 @dataclass
@@ -72,17 +98,15 @@ class Notes:
 _notes: Notes | None = None
 
 
-class learning:
-    """Note the calls of the forwards inside the block."""
-
-    def __enter__(self) -> Notes:
-        global _notes
-        register()
-        _notes = Notes()
-        return _notes
-
-    def __exit__(self, *_: object) -> None:
-        global _notes
+@contextmanager
+def learning() -> Iterator[Notes]:
+    """Note the calls of the forwards inside the block, and compute nothing."""
+    global _notes
+    register()
+    _notes = Notes()
+    try:
+        yield _notes
+    finally:
         _notes = None
 
 
@@ -90,10 +114,8 @@ def register() -> None:
     """Hand both functions to transformers; doing so twice changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(LEARN, _learn)
-    AttentionInterface.register(PAGED, _paged)
-    AttentionMaskInterface.register(LEARN, _noted_mask)
-    AttentionMaskInterface.register(PAGED, _no_mask)
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _mask)
 
 
 def use(model: nn.Module, implementation: str) -> None:
@@ -106,27 +128,25 @@ def use(model: nn.Module, implementation: str) -> None:
 
 
 def mark(module: nn.Module, layer: Layer) -> None:
-    """Tell `pilotage_paged` which layer a module is."""
-    object.__setattr__(module, _LAYER, layer)
+    """Tell the attention function which layer a module is, in its next call."""
+    layers: tuple[Layer, ...] = getattr(module, _LAYERS, ())
+    object.__setattr__(module, _LAYERS, (*layers, layer))
 
 
-def _noted_mask(*, mask_function: Callable[..., Tensor] | None = None, **arguments: Any) -> Tensor | None:
+def _mask(*, mask_function: Callable[..., Tensor] | None = None, **arguments: Any) -> Tensor | None:
+    if _notes is None:
+        return None
     from transformers.masking_utils import causal_mask_function, eager_mask
 
     arguments.pop("allow_is_causal_skip", None)
     arguments.pop("allow_is_bidirectional_skip", None)
-    function = mask_function or causal_mask_function
-    mask = eager_mask(mask_function=function, **arguments)
-    if _notes is not None:
-        _notes.masks[mask.data_ptr()] = (mask, function)
+    function: Any = mask_function or causal_mask_function
+    mask: Tensor = eager_mask(mask_function=function, **arguments)
+    _notes.masks[mask.data_ptr()] = (mask, function)
     return mask
 
 
-def _no_mask(**_: Any) -> None:
-    return None
-
-
-def _learn(
+def _attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -136,8 +156,9 @@ def _learn(
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **extras: Any,
 ) -> tuple[Tensor, None]:
+    """Note the call while a model is learnt, or attend on pages; with transformers' shapes, [1, heads, T, H]."""
     if _notes is not None:
         _notes.calls.append(
             Call(
@@ -146,48 +167,35 @@ def _learn(
                 num_kv_heads=key.shape[1],
                 head_size=query.shape[-1],
                 value_size=value.shape[-1],
+                own_tokens=key.shape[2] == query.shape[2],
                 mask=attention_mask,
                 stated_window=sliding_window,
+                extras=tuple(k for k, v in extras.items() if isinstance(v, Tensor) and k not in _IDLE),
             )
         )
-    # What comes out only has to have the right shape: nothing of this forward is compared.
-    groups = query.shape[1] // key.shape[1]
-    out = value.repeat_interleave(groups, 1)[:, :, : query.shape[2]]
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _paged(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    layer: Layer | None = getattr(module, _LAYER, None)
-    context = layer.step.context if layer is not None else None
-    if layer is None or context is None:
-        raise Unsupported("attention outside of a step", where=type(module).__name__)
+        # What comes out only has to have the right shape: nothing of this forward is compared.
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, H]
-    wide, narrow = q.shape[-1], v.shape[-1]
+    scale = float(scaling) if scaling is not None else q.shape[-1] ** -0.5
+    return _on_pages(module, q, k, v, scale=scale, softcap=softcap, sinks=s_aux)[None], None
+
+
+def _on_pages(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Tensor:
+    layers: tuple[Layer, ...] = getattr(module, _LAYERS, ())
+    step = layers[0].step if layers else Step()
+    if step.context is None:
+        raise Unsupported("attention outside of a step", where=type(module).__name__)
+    call = step.calls[id(module)]
+    step.calls[id(module)] += 1
+    if call >= len(layers):
+        raise Unsupported(f"it attends more than {len(layers)} times in a forward", where=layers[0].layer_name)
+    layer, wide, narrow = layers[call], q.shape[-1], v.shape[-1]
     if wide < layer.head_size:
         q, k = (nn.functional.pad(x, (0, layer.head_size - wide)) for x in (q, k))
     if narrow < layer.head_size:
         v = nn.functional.pad(v, (0, layer.head_size - narrow))
-    out = context.attend(
-        layer,
-        q.contiguous(),
-        k.contiguous(),
-        v.contiguous(),
-        scale=float(scaling) if scaling is not None else wide**-0.5,
-        window=layer.window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return out[None, :, :, :narrow].contiguous(), None
+    out = step.context.attend(layer, q.contiguous(), k.contiguous(), v.contiguous(), window=layer.window, **how)
+    return out[:, :, :narrow].contiguous()
 
 
 def window_of(call: Call, masks: Mapping[int, tuple[Tensor, Callable[..., Tensor]]], config: Any) -> int | None:
@@ -199,6 +207,8 @@ def window_of(call: Call, masks: Mapping[int, tuple[Tensor, Callable[..., Tensor
     Raises:
         Unsupported: it is neither.
     """
+    if not call.own_tokens:
+        raise Unsupported("a layer of it attends to something else than the tokens of its prompt", do=_WRITE)
     mask = call.mask
     if mask is None:
         return call.stated_window
@@ -207,26 +217,26 @@ def window_of(call: Call, masks: Mapping[int, tuple[Tensor, Callable[..., Tensor
         return _window_of_function(noted[1])
     if mask.is_floating_point():
         if bool(((mask != 0) & (mask > -1e4)).any()):
-            raise Unsupported("its mask adds a bias to the scores of attention", do="write a model package")
+            raise Unsupported("its mask adds a bias to the scores of attention", do=_WRITE)
         visible = mask > -1e4
     else:
         visible = mask.bool()
     size = visible.shape[-2]
     if visible.shape[-1] != size:
-        raise Unsupported("its mask is of another length than its keys", do="write a model package")
+        raise Unsupported("its mask is of another length than its keys", do=_WRITE)
     at = torch.arange(size)
     causal = at[None, :] <= at[:, None]
     if bool((visible == causal).all()):
         if call.stated_window is None and getattr(config, "sliding_window", None):
             raise Unsupported(
                 "it makes its mask by itself and has a sliding window, whose length cannot be read from it",
-                do="write a model package",
+                do=_WRITE,
             )
         return call.stated_window
     width = int(visible.reshape(-1, size, size)[0, -1].sum())
     if bool((visible == causal & (at[None, :] > at[:, None] - width)).all()):
         return width
-    raise Unsupported("its mask is neither causal nor a window of positions", do="write a model package")
+    raise Unsupported("its mask is neither causal nor a window of positions", do=_WRITE)
 
 
 def _window_of_function(function: Callable[..., Tensor]) -> int | None:
@@ -236,13 +246,13 @@ def _window_of_function(function: Callable[..., Tensor]) -> int | None:
         try:
             visible = torch.as_tensor(function(0, 0, torch.tensor(query), keys)).expand(query + 2)
         except (IndexError, RuntimeError) as error:
-            raise Unsupported("its mask depends on the content of the prompt", do="write a model package") from error
+            raise Unsupported("its mask depends on the content of the prompt", do=_WRITE) from error
         if bool(visible[-1]) or not bool(visible[-2]):
-            raise Unsupported("a query of it sees keys behind it, or not itself", do="write a model package")
+            raise Unsupported("a query of it sees keys behind it, or not itself", do=_WRITE)
         width = int(visible.sum())
         if not bool(visible[query + 1 - width : query + 1].all()):
-            raise Unsupported("its mask is neither causal nor a window of positions", do="write a model package")
+            raise Unsupported("its mask is neither causal nor a window of positions", do=_WRITE)
         found.add(None if width == query + 1 else width)
     if len(found) > 1:
-        raise Unsupported("its mask divides the prompt into chunks", do="write a model package")
+        raise Unsupported("its mask divides the prompt into chunks", do=_WRITE)
     return found.pop()

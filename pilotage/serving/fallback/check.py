@@ -75,13 +75,13 @@ def _prove(model: FallbackForCausalLM, max_model_len: int) -> Proof:
         try:
             found = run(model, prompts)
         except Exception as error:
-            raise Unsupported(f"{_WHY[way]} ({in_a_line(error)})", where=_name(model), do=WRITE) from error
+            raise Unsupported(f"{_why(model, way)} ({in_a_line(error)})", where=_name(model), do=WRITE) from error
         worst[way] = max(_distance(a, b) for a, b in zip(found, expected, strict=True))
         rows += sum(len(one) for one in found)
         if not worst[way] <= bound:
             raise Unsupported(
-                f"{_WHY[way]} (its logits {way} are {worst[way]:.2g} from its own forward's, relative L2; the bound is "
-                f"{bound:g})",
+                f"{_why(model, way)} (its logits {way} are {worst[way]:.2g} from its own forward's, relative L2; the "
+                f"bound is {bound:g})",
                 where=_name(model),
                 do=WRITE,
             )
@@ -96,6 +96,10 @@ _WHY = {
 }
 
 
+def _why(model: FallbackForCausalLM, way: str) -> str:
+    return "; ".join((_WHY[way], *model.clues))
+
+
 def _name(model: FallbackForCausalLM) -> str:
     return type(model.hf).__name__
 
@@ -104,11 +108,12 @@ def _own_forward(model: FallbackForCausalLM, prompt: list[int]) -> Tensor:
     attention.use(model.hf, "eager")
     try:
         with torch.no_grad():
-            return model.hf(input_ids=torch.tensor([prompt]), use_cache=False, return_dict=True).logits[0].float()
+            logits: Tensor = model.hf(input_ids=torch.tensor([prompt]), use_cache=False, return_dict=True).logits[0]
+            return logits.float()
     except Exception as error:
         raise Unsupported(f"its own forward fails ({in_a_line(error)})", where=_name(model), do=WRITE) from error
     finally:
-        attention.use(model.hf, attention.PAGED)
+        attention.use(model.hf, attention.NAME)
 
 
 def _alone(model: FallbackForCausalLM, prompts: list[list[int]]) -> list[Tensor]:
@@ -154,6 +159,7 @@ def _check_head(model: FallbackForCausalLM, prompt: list[int], expected: Tensor,
     metadata: dict[str, Any] = {}
 
     def call(ids: Tensor, positions: Tensor, context: Any, sampled: Tensor) -> Tensor:
+        logits: Tensor
         logits, metadata["hidden"] = model(ids, positions, context, sampled, return_hidden=True)
         return logits
 

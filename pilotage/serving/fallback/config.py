@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pilotage.core.config import TargetConfig
 from pilotage.core.errors import Unsupported
@@ -23,7 +23,7 @@ def architectures() -> dict[str, str]:
 
     found: dict[str, str] = {}
     for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        if name.endswith(("ForCausalLM", "LMHeadModel")):
+        if not name.endswith("ForConditionalGeneration"):
             found.setdefault(name, model_type)
     return found
 
@@ -61,7 +61,8 @@ def prepare(vllm_config: VllmConfig) -> None:
     from pilotage.serving.fallback.model import WRITE, require_length
 
     model_config, parallel = vllm_config.model_config, vllm_config.parallel_config
-    config = TargetConfig.from_additional_config(vllm_config.additional_config)
+    stated: Any = vllm_config.additional_config
+    config = TargetConfig.from_additional_config(stated)
     name = str(find(model_config.architectures))
     refusals = [
         (parallel.tensor_parallel_size > 1, f"tensor_parallel_size={parallel.tensor_parallel_size}"),

@@ -34,7 +34,7 @@ def load(checkpoint: Path, *, dtype: torch.dtype, max_model_len: int, free_bytes
     from transformers import AutoModelForCausalLM
 
     try:
-        hf, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint,
             dtype=dtype,
             attn_implementation="eager",
@@ -45,6 +45,7 @@ def load(checkpoint: Path, *, dtype: torch.dtype, max_model_len: int, free_bytes
         raise Unsupported(
             f"transformers does not load it ({in_a_line(error)})", where=str(checkpoint), do=WRITE
         ) from error
+    hf, info = loaded
     stated = hf.config.architectures or []
     if stated and type(hf).__name__ not in stated:  # transformers goes by the type, vLLM by the architecture
         raise Unsupported(
@@ -69,6 +70,17 @@ def serve(hf: Any, *, max_model_len: int, free_bytes: int = 0) -> FallbackForCau
     hf.eval().requires_grad_(False)
     require_length(hf.config, max_model_len, name)
     model = FallbackForCausalLM(hf)
+    limit = model.counting.limit
+    if limit is not None and max_model_len > limit:
+        raise Unsupported(
+            f"it has embeddings of {limit} positions, and max_model_len is {max_model_len}",
+            where=name,
+            do=f"serve it with max_model_len={limit} or less",
+        )
+    if model.counting.offset:
+        _LOG.warning(
+            "%s: positions count every token; Hugging Face's own forward leaves padding tokens out of the count", name
+        )
     proof: Proof = prove(model, max_model_len=max_model_len, free_bytes=free_bytes)
     model.proof = proof
     _LOG.warning(

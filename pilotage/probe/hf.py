@@ -60,6 +60,7 @@ class HFTaps:
             if name not in ("layers", "embed_tokens", "rotary_emb") and not isinstance(module, nn.ModuleList):
                 self._plain[module] = f"model.{name}"
         self._rows = 0
+        self._embedded = False  # whether this forward has visited what was embedded
 
     def _classify(self, layer_name: str, layer: nn.Module) -> None:
         inside: tuple[str, ...] = ()
@@ -135,6 +136,8 @@ class HFTaps:
             hooks.append(router.register_forward_pre_hook(self._enter_router(visit, name, stack)))
             hooks.append(router.register_forward_hook(_leave_router(stack), always_call=True))
         for module, name in self._plain.items():
+            if name.startswith("model.") and name.count(".") == 1:
+                hooks.append(module.register_forward_pre_hook(self._before_the_layers(visit)))
             hooks.append(module.register_forward_hook(self._output(visit, name)))
         # After those that replace what a child returns: the tensor handed onward is the one to know.
         for (_, layer), state in zip(self.layers, states, strict=True):
@@ -146,7 +149,7 @@ class HFTaps:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if ids is None or ids.shape[0] != 1:
             raise Unsupported("taps follow one stream of token ids at a time", where="input_ids", do="batch size 1")
-        self._rows = int(ids.shape[1])
+        self._rows, self._embedded = int(ids.shape[1]), False
 
     def _head(self, visit: Visit) -> Callable[..., Any]:
         """The head sees the rows whose logits are wanted, which may be fewer than the stream's."""
@@ -169,8 +172,21 @@ class HFTaps:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = args[0] if args else kwargs["hidden_states"]
             state.update(known=[x], attended=False, mid=False)
-            if first:
+            if first and not self._embedded:
                 # Scaled or not, normalised or not: what enters the first layer is what was embedded.
+                _in_place(x, visit("model.embed_tokens", x[0]))
+
+        return hook
+
+    def _before_the_layers(self, visit: Visit) -> Callable[..., Any]:
+        """What takes the embedded rows before the first layer does must have those that are handed onward."""
+
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            x = args[0] if args else None
+            width = self.model.get_input_embeddings().weight.shape[1]
+            rows = isinstance(x, Tensor) and x.is_floating_point() and x.shape == (1, self._rows, width)
+            if rows and not self._embedded and module is not getattr(self.decoder, "norm", None):
+                self._embedded = True
                 _in_place(x, visit("model.embed_tokens", x[0]))
 
         return hook

@@ -122,7 +122,7 @@ class Drove:
 
 
 class NotFollowed(PilotageError):
-    """A request answered other tokens than those that it was forced to.
+    """A request answered other tokens than those that it was forced to, or none because nothing moved any more.
 
     Attributes:
         request: its number.
@@ -131,9 +131,10 @@ class NotFollowed(PilotageError):
     """
 
     def __init__(self, request: int, said: Sequence[int], forced: Sequence[int], drove: Drove) -> None:
-        super().__init__(
-            f"request {request} said {list(said)[:8]}..., not the forced {list(forced)[:8]}...", where=FORCE_KEY
-        )
+        what = f"request {request} said {list(said)[:8]}..., not the forced {list(forced)[:8]}..."
+        if not said:
+            what = f"request {request} was not answered: nothing has moved for {STALLED} steps"
+        super().__init__(what, where=FORCE_KEY)
         self.request, self.said, self.forced, self.drove = request, tuple(said), tuple(forced), drove
 
     @property
@@ -147,8 +148,7 @@ def drive(llm: LLM, schedule: Schedule) -> Drove:
     """Run a schedule to its end; request i of the schedule has the request id "i" (and vLLM's own suffix).
 
     Raises:
-        NotFollowed: a request did not follow its tokens.
-        PilotageError: nothing moves any more.
+        NotFollowed: a request did not follow its tokens, or nothing moves any more.
     """
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
@@ -193,7 +193,7 @@ def drive(llm: LLM, schedule: Schedule) -> Drove:
             before, computed = computed, sum(request.num_computed_tokens for request in scheduler.requests.values())
             idle = 0 if outputs or computed != before else idle + 1
             if idle > STALLED:
-                raise PilotageError(f"nothing has moved for {STALLED} steps", where=f"step {step}")
+                break  # whoever has not finished has not answered
             step += 1
     finally:
         scheduler.max_num_scheduled_tokens = own_budget
@@ -204,7 +204,8 @@ def drive(llm: LLM, schedule: Schedule) -> Drove:
     answers = tuple(tuple(said.get(str(number), ())) for number in range(len(schedule.requests)))
     drove = Drove(steps=step, preempted=preempted, drafted=drafted, said=answers)
     for number, request in enumerate(schedule.requests):
-        if request.forced and answers[number] != request.continuation:
+        given = answers[number]
+        if len(given) != len(request.continuation) or (request.forced and given != request.continuation):
             raise NotFollowed(number, answers[number], request.continuation, drove)
     return drove
 

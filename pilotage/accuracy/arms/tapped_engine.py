@@ -231,8 +231,9 @@ class TappedEngine:
         plain = [dataclasses.replace(request, drafts=((),) * len(request.continuation)) for request in free]
         with tempfile.TemporaryDirectory(prefix="pilotage-choice-") as directory:
             self._recorded(llm, plain, Path(directory) / "plain", None)
-            drafted = [request.says(said) for request, said in zip(free, self._said, strict=True)]
-            self._recorded(llm, drafted, Path(directory) / "drafted", None)
+            if all(self._said):
+                drafted = [request.says(said) for request, said in zip(free, self._said, strict=True)]
+                self._recorded(llm, drafted, Path(directory) / "drafted", None)
 
     def _read(self, directory: Path, requests: Sequence[Request], sites: Sequence[str]) -> Rows:
         from pilotage.probe.captures import Captures
@@ -257,7 +258,9 @@ class TappedEngine:
         positions, fed = captures.tokens(name)
         inside = positions < request.length
         positions, fed = positions[inside], fed[inside]
-        said = torch.tensor((*request.prompt, *self._said[number]))[: request.length]
+        said = torch.full((request.length,), -1)  # nothing is due behind what was answered
+        known = (*request.prompt, *self._said[number])[: request.length]
+        said[: len(known)] = torch.tensor(known)
         found = torch.full((request.length,), -1)
         found[positions] = fed
         first = int(positions[0]) if len(positions) else request.length

@@ -59,6 +59,8 @@ def markdown(report: Report) -> str:
         wrong = unseen + report.misnamed
         if wrong:
             parts += ["## Missed and misnamed\n", _wrong(wrong)]
+    if any(found.get("largest") for found in report.clean):
+        parts += ["## Clean runs\n", _clean(report.clean)]
     parts += ["## The rules of others, on the same logits\n", _peers(report)]
     parts += ["## Not planted\n", "\n".join(f"- {name}: {why}." for name, why in NOT_COVERED.items()) + "\n"]
     return "\n".join(parts)
@@ -131,6 +133,18 @@ def _wrong(faults: Sequence[dict[str, Any]]) -> str:
         said = f"{culprits}; the right one is {right}" if found["detected"] else unseen
         rows.append((found["model"], found["name"], " or ".join(f"`{w}`" for w in found["where"]), said))
     return _table(("model", "fault", "right would be", "what came out"), rows)
+
+
+def _clean(runs: Sequence[dict[str, Any]]) -> str:
+    """Show how near to its bound each statistic of localise comes where nothing is wrong."""
+    rows = []
+    for arm in dict.fromkeys(arm for found in runs for arm in found.get("largest", {})):
+        of = [found["largest"][arm] for found in runs if found.get("largest")]
+        names = list(dict.fromkeys(name for largest in of for name in largest))
+        values = [f"{name} {max(largest.get(name, 0.0) for largest in of):.2f}" for name in names]
+        rows.append((arm, len(of), ", ".join(values)))
+    note = "The largest value of each statistic of `pilotage localise` at any site of any clean run, over its bound:"
+    return f"{note}\n\n{_table(('arm', 'runs', 'over its bound'), rows)}"
 
 
 def _peers(report: Report) -> str:

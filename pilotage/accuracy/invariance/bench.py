@@ -147,6 +147,8 @@ class Bench:
         if plan.free:
             plain = self.run(plan.chosen())
             assert plain.drove is not None
+            if not all(plain.drove.said):
+                return self.judged(plan.chosen(), plain, plan.relation, partner=partner)
             plan = plan.chosen(plain.drove.said)
         return self.judged(plan, self.run(plan), plan.relation, partner=partner)
 

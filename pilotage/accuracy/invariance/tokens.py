@@ -41,7 +41,7 @@ def odd(request: Request, said: Sequence[int], logits: Mapping[int, Tensor]) -> 
         row = logits.get(request.prompt + number - 1)
         if row is not None and float(row[token]) < float(row.max()):
             return request.prompt + number, int(token), int(torch.argmax(row))
-    return None
+    return None if len(said) == len(request.continuation) else (request.prompt + len(said), -1, -1)
 
 
 def judge(

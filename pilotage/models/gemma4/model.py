@@ -85,7 +85,8 @@ class Gemma4Attention(GroupedQueryAttention):
             k, v = earlier[self.kind]
             q, _ = NF.rotary(q, k, *rope)
         else:
-            k, v = tap(f"{self.name}.k", own[0]), tap(f"{self.name}.v", own[-1])
+            k = tap(f"{self.name}.k", own[0])
+            v = tap(f"{self.name}.v", own[1]) if len(own) > 1 else k
             q, k = NF.rotary(q, self.k_norm(k), *rope)
             v = tap(f"{self.name}.v_norm", _plain_norm(v, self.eps))
             earlier[self.kind] = (k, v)

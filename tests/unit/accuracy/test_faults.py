@@ -141,7 +141,14 @@ def test_the_page_says_what_was_missed() -> None:
         result("missed", detected=False, detected_by=[], culprits=[], named_first=False, named=False),
         result("misnamed", named_first=False, peers=dict.fromkeys(peers.RULES, False)),
     ]
-    text = page.markdown(Report(faults=faults, clean=[quiet("c"), quiet("d", peers=dict.fromkeys(peers.RULES, False))]))
+    louder = {"float32": {"rms": 0.25, "row": 0.9}}
+    clean = [
+        quiet("c", largest={"float32": {"rms": 0.5, "row": 0.25}}),
+        quiet("d", peers=dict.fromkeys(peers.RULES, False), largest=louder),
+        quiet("e", localised=False, peers=dict.fromkeys(peers.RULES, True), largest={}),
+    ]
+    text = page.markdown(Report(faults=faults, clean=clean))
+    assert "| float32 | 2 | rms 0.50, row 0.90 |" in text
     assert "| found, of those that fp32 can see | 2 of 3 |" in text
     assert "| named first, of those found | 1 of 2 (50.0%) |" in text
     assert "| llama3 | missed | `*.q_rope` | nothing found it |" in text

@@ -133,6 +133,11 @@ def _shared_scaled(block: Any) -> None:
     block.shared_experts.forward = lambda x: block.scale * real(x)
 
 
+def _in_its_own_dtype(real: Any, self: Any, x: Tensor) -> Tensor:
+    """A product in the dtype of the stream, where the reference takes fp32."""
+    return (x @ self.weight.to(x.dtype).t()).to(torch.float32)
+
+
 def _router() -> Any:
     from pilotage.nn import Router
 
@@ -212,6 +217,12 @@ FAULTS = (
         only="loading",
         where=("*.mlp", "*.mlp.shared_experts", "*.mlp.shared_experts.*"),
         plant=_sparse(_half_of_the_shared),
+    ),
+    _moe(
+        name="router in the serving dtype",
+        where=("*.mlp.gate", "*.mlp.router"),
+        fp32=False,
+        plant=method(_router, "forward", _in_its_own_dtype),
     ),
     _moe(
         name="router of a half-precision product",

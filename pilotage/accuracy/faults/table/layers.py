@@ -174,6 +174,14 @@ def _inner_in_bf16(real: Any, *args: Any, **how: Any) -> Tensor:
     return real(*args, **how).bfloat16().to(args[0].dtype)
 
 
+def _all_in_half(real: Any, x: Tensor, weight: Tensor, *, eps: float, **how: Any) -> Tensor:
+    """In the serving dtype the norm itself is computed in it; in fp32 all is as it should be."""
+    if x.dtype is torch.float32:
+        return real(x, weight, eps=eps, **how)
+    mean = (x * x).mean(-1, keepdim=True)
+    return weight * (x * torch.rsqrt(mean + eps))
+
+
 FAULTS = (
     _scale(
         name="embedding scale dropped", model="gemma3", where=("model.embed_tokens",), plant=_embedding(lambda s: None)
@@ -278,6 +286,13 @@ FAULTS = (
         model="llama3",
         where=("model.layers.[0-9]", "*.post_attention_layernorm"),
         plant=method(_pre_norm_layer, "forward", _parallel_blocks),
+    ),
+    _number(
+        name="norm computed in the serving dtype",
+        model="qwen2",
+        where=NORMS,
+        fp32=False,
+        plant=operator("rms_norm", _all_in_half),
     ),
     _number(
         name="MLP's result in bf16",

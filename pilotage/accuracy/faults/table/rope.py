@@ -83,6 +83,13 @@ def _last_channel_still(found: NF.RopeFrequencies) -> NF.RopeFrequencies:
     return dataclasses.replace(found, inv_freq=(*found.inv_freq[:-1], 0.0))
 
 
+def _angles_in_half(real: Any, positions: Tensor, frequencies: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Angles in the serving dtype."""
+    if dtype is torch.float32:
+        return real(positions, frequencies, dtype)
+    return _bf16_angles(real, positions, frequencies, dtype)
+
+
 def _wrapped(real: Any, positions: Tensor, frequencies: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A table that ends: positions past it begin again."""
     return real(positions % 48, frequencies, dtype)
@@ -174,6 +181,13 @@ FAULTS = (
         model="llama3",
         only="decode",
         plant=_positions(lambda p, meta: p * 0, "decode"),
+    ),
+    _rope(
+        name="angles in the serving dtype",
+        model="qwen3",
+        only="long",
+        fp32=False,
+        plant=operator("rope_table", _angles_in_half),
     ),
     _rope(name="rotated backwards", model="llama3", plant=operator("rotary", _backwards)),
     _rope(name="base 0.5% off", model="qwen2", plant=_frequencies(theta=1.005e6)),

@@ -73,8 +73,11 @@ def _without_drafts(inputs: Any, drafts: Tensor) -> None:
     inputs.seq_lens -= counts.to(inputs.seq_lens.dtype)
 
 
-def _of_the_first(inputs: Any, drafts: Tensor) -> None:
-    inputs.token_to_req[drafts] = 0
+def _to_the_next(inputs: Any, drafts: Tensor) -> None:
+    """The last draft of the first request is taken for the first token of the second."""
+    starts = inputs.query_start_loc
+    if inputs.num_rows > 1 and starts[2] > starts[1] and drafts[int(starts[1]) - 1]:
+        starts[1] -= 1
 
 
 def _requests() -> Any:
@@ -135,9 +138,24 @@ def _one_more(patch: Patch) -> None:
         start = 0
         for row, count in enumerate(counts):
             stand = int((found[row] >= 0).sum()) - 1
-            if 0 <= stand < count:
+            if 0 <= stand < count and draft_token_ids[start + stand] >= 0:
                 found[row, stand] = draft_token_ids[start + stand]
             start += count
+        return found
+
+    patch.set(rejection_sampler, "rejection_sample", rejection_sample)
+
+
+def _nothing_where_a_draft_fell(patch: Patch) -> None:
+    """A request whose first draft falls gets no token at all, and never comes further."""
+    from vllm.v1.sample import rejection_sampler
+
+    real = rejection_sampler.rejection_sample
+
+    def rejection_sample(draft_token_ids: Tensor, counts: Any, *rest: Any, **how: Any) -> Tensor:
+        found = real(draft_token_ids, counts, *rest, **how).clone()
+        fell = (found >= 0).sum(-1) == 1
+        found[fell & (torch.tensor(counts) > 0)] = -1
         return found
 
     patch.set(rejection_sampler, "rejection_sample", rejection_sample)
@@ -179,7 +197,7 @@ FAULTS = (
         where=HEADS,
         plant=_verifying(_without_drafts),
     ),
-    _drafts(name="drafts taken for the first request's", model="gpt_oss", where=CACHE, plant=_verifying(_of_the_first)),
+    _drafts(name="a draft taken for the next request's", model="gpt_oss", where=HEADS, plant=_verifying(_to_the_next)),
     _drafts(
         name="token after the drafts from the row before",
         model="qwen2",
@@ -190,6 +208,9 @@ FAULTS = (
         name="drafts judged by the row after theirs", model="qwen3_moe", where=SAMPLER, plant=_verification(_row_after)
     ),
     _drafts(name="the first draft that fell is kept", model="llama3", where=SAMPLER, plant=_one_more),
+    _drafts(
+        name="no token where the first draft fell", model="qwen3", where=SAMPLER, plant=_nothing_where_a_draft_fell
+    ),
     _drafts(
         name="rows of logits one too late, where drafts are verified",
         model="mixtral",

@@ -29,6 +29,7 @@ def test_a_request_that_chooses_answers_what_its_logits_like_best() -> None:
     # What was not recorded is not judged, and of two that are equal either is right.
     assert tokens.odd(free, (3, 8, 9), {2: ROWS[0, 2]}) is None
     assert tokens.odd(free, (4, 8, 9), {1: torch.zeros(12)}) is None
+    assert tokens.odd(free, (), {}) == (2, -1, -1), "a request that is not answered"
 
 
 def test_the_drafts_of_another_continuation_are_right_and_wrong_in_the_same_places() -> None:

@@ -163,6 +163,17 @@ def test_what_makes_the_layers_own_inputs_has_sites(tiny: Callable[..., Path]) -
     handed = {name: seen[name] * 1.5 for name in ("model.embed_tokens_per_layer", "model.per_layer_projection_norm")}
     with torch.inference_mode(), taps.attached(lambda site, rows: handed.get(site)):
         moved = model(input_ids=torch.tensor([IDS])).logits
+    # They read the embedded rows before the first layer does, and read those that are handed onward.
+    doubled = {"model.embed_tokens": seen["model.embed_tokens"] * 2}
+    found: dict[str, Tensor] = {}
+
+    def twice(site: str, rows: Tensor) -> Tensor | None:
+        found[site] = rows.clone()
+        return doubled.get(site)
+
+    with torch.inference_mode(), taps.attached(twice):
+        model(input_ids=torch.tensor([IDS]))
+    assert torch.equal(found["model.per_layer_model_projection"], seen["model.per_layer_model_projection"] * 2)
     # A common factor is normalised away, one of the two alone is not.
     assert float((moved - plain).norm() / plain.norm()) < 1e-4
     del handed["model.embed_tokens_per_layer"]

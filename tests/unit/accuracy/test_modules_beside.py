@@ -63,3 +63,27 @@ def test_the_first_layers_that_share_are_chosen_as_well() -> None:
     types = ["s", "s", "f", "s", "f", "s", "s", "f"]
     assert modules.chosen(types) == [0, 2, 7]
     assert modules.chosen(types, shared=3) == [0, 2, 5, 7]
+
+
+def test_every_row_of_the_embedding_is_compared(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that no token of the stream has is wrong: nothing else shows it."""
+    path = tiny("llama3")
+    model = hf.load(path, torch.float32)
+    plan = ModulePlan(patterns=["embed_tokens"])
+    unused = next(token for token in range(300) if token not in TOKENS)
+    real = OurModules.__init__
+
+    def spoiled(self: OurModules, *args: object) -> None:
+        real(self, *args)  # type: ignore[arg-type]
+        self.model.model.embed_tokens.weight[unused] += 0.1
+
+    def found() -> dict[str, str]:
+        entries = modules.check(path, path, model, TOKENS, dtypes=["float32"], plan=plan)
+        return {entry["module"]: entry["verdict"]["status"] for entry in entries}
+
+    assert found() == {"embed_tokens": "pass", "embed_tokens (all tokens)": "pass"}
+    monkeypatch.setattr(OurModules, "__init__", spoiled)
+    assert found() == {"embed_tokens": "pass", "embed_tokens (all tokens)": "fail"}
+    assert len(modules._everywhere(320)) == 320
+    large = modules._everywhere(262144)
+    assert len(large) < 9000 and {0, 63, 262143, 262080} <= set(large.tolist())

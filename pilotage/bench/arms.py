@@ -124,6 +124,7 @@ class ServerArm:
             decode_s=[sum(times) for times in result["itls"]],
             output_lens=result["output_lens"],
             duration_s=result["duration"],
+            gaps_s=[gap for times in result["itls"] for gap in times],
         )
         return found, Asked(prompts=result["prompts"], output_lens=result["output_lens"])
 

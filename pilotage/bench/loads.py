@@ -19,6 +19,7 @@ class Load:
         concurrency: requests that run at once.
         num_prompts: requests of one repeat.
         spread: prompt and answer lengths vary by this share of their averages.
+        named_only: it takes long, so it runs where it is named and not by default.
         about: in words.
     """
 
@@ -29,6 +30,7 @@ class Load:
     num_prompts: int
     about: str
     spread: float = 0.0
+    named_only: bool = False
 
     @property
     def longest(self) -> int:
@@ -77,12 +79,31 @@ LOADS = {
             spread=0.5,
             about="eight requests, four at once, 48 to 144 tokens in, 12 to 36 out",
         ),
+        Load(
+            name="decode-x32",
+            input_len=512,
+            output_len=32,
+            concurrency=32,
+            num_prompts=32,
+            named_only=True,
+            about="thirty-two sequences at once, 512 tokens in, 32 out each",
+        ),
+        Load(
+            name="serve-64",
+            input_len=128,
+            output_len=64,
+            concurrency=64,
+            num_prompts=64,
+            spread=0.5,
+            named_only=True,
+            about="sixty-four requests sent at once, 64 to 192 tokens in, 32 to 96 out",
+        ),
     )
 }
 
 
 def choose(names: str | None, *, max_model_len: int) -> list[Load]:
-    """Turn a comma-separated list of names into loads; None takes all that fit.
+    """Turn a comma-separated list of names into loads; None takes all that fit and do not take long.
 
     Args:
         names: e.g. "decode-x1,prefill-1024".
@@ -92,7 +113,9 @@ def choose(names: str | None, *, max_model_len: int) -> list[Load]:
         BadInput: an unknown name, or a load that the model cannot take.
     """
     if names is None:
-        found: Sequence[Load] = [load for load in LOADS.values() if load.longest <= max_model_len]
+        found: Sequence[Load] = [
+            load for load in LOADS.values() if load.longest <= max_model_len and not load.named_only
+        ]
         if not found:
             raise BadInput(f"every load is longer than the model's {max_model_len} tokens", where="bench")
         return list(found)

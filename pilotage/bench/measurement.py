@@ -10,7 +10,7 @@ from pilotage.bench.loads import Load
 from pilotage.core.errors import Unavailable
 
 # Metric -> whether more is better. Ratios are always "how many times better we are".
-METRICS = {"decode_tok_s": True, "output_tok_s": True, "ttft_ms": False, "itl_ms": False}
+METRICS = {"decode_tok_s": True, "output_tok_s": True, "ttft_ms": False, "itl_ms": False, "itl_p99_ms": False}
 MEMORY = "memory"
 PEAK_RSS = "peak_rss_mib"
 
@@ -22,7 +22,13 @@ class InOnePiece(Unavailable):
 
 
 def metrics(
-    load: Load, *, ttfts_s: Sequence[float], decode_s: Sequence[float], output_lens: Sequence[int], duration_s: float
+    load: Load,
+    *,
+    ttfts_s: Sequence[float],
+    decode_s: Sequence[float],
+    output_lens: Sequence[int],
+    duration_s: float,
+    gaps_s: Sequence[float] = (),
 ) -> dict[str, float]:
     """Turn the times of one repeat into its metrics.
 
@@ -32,10 +38,13 @@ def metrics(
         decode_s: per request, seconds from the first token to the last.
         output_lens: per request, tokens of the answer.
         duration_s: of the whole repeat.
+        gaps_s: seconds between one token and the next of the same request, of all requests; none where the arm does not
+            tell.
 
     Returns:
-        `ttft_ms` and `output_tok_s`; with a decode phase `itl_ms` (mean time between tokens of a request) and
-        `decode_tok_s` (tokens a second of all requests that run at once, the first token apart).
+        `ttft_ms` and `output_tok_s`; with a decode phase `itl_ms` (mean time between tokens of a request),
+        `decode_tok_s` (tokens a second of all requests that run at once, the first token apart) and, of more than a
+        hundred gaps, `itl_p99_ms` (what 99% of them stay under).
 
     Raises:
         Unavailable: an answer of another length than was asked for, or none.
@@ -59,6 +68,8 @@ def metrics(
             )
         out["itl_ms"] = itl_s * 1e3
         out["decode_tok_s"] = min(load.concurrency, len(output_lens)) / itl_s
+        if len(gaps_s) > 100:
+            out["itl_p99_ms"] = statistics.quantiles(gaps_s, n=100)[-1] * 1e3
     return out
 
 

@@ -145,6 +145,7 @@ def bench(
     path = source.resolve(model)
     shared = settings.shared(path)
     chosen = choose(loads, max_model_len=shared["max_model_len"])
+    shared = room_for(chosen, shared)
     commands: list[str] = []
     arms = _Arms()
     versions = _versions(peer)
@@ -200,6 +201,20 @@ def bench(
         machine=_machine() | {"never_idle": sorted(arms.never_idle)},
         versions=versions,
     )
+
+
+def room_for(chosen: Sequence[Load], shared: dict[str, Any]) -> dict[str, Any]:
+    """Let the server run as many requests at once as the loads ask for; its other graphs stay those of `shared`."""
+    at_once = max(load.concurrency for load in chosen)
+    if at_once <= shared["max_num_seqs"]:
+        return shared
+    config = shared["additional_config"]
+    more = [size for size in (32,) if shared["max_num_seqs"] < size < at_once]  # a large batch shrinks as answers end
+    return {
+        **shared,
+        "max_num_seqs": at_once,
+        "additional_config": {**config, "num_seqs_buckets": [*config["num_seqs_buckets"], *more, at_once]},
+    }
 
 
 @contextlib.contextmanager

@@ -25,7 +25,10 @@ def verb(app: typer.Typer) -> None:
         model: Model,
         loads: Annotated[
             str | None,
-            typer.Option(help="Comma-separated: decode-x1, decode-x8, prefill-1024, mixed. All that fit by default."),
+            typer.Option(
+                help="Comma-separated: decode-x1, decode-x8, prefill-1024, mixed (by default all that fit), "
+                "decode-x32, serve-64 (they take minutes)."
+            ),
         ] = None,
         repeats: Annotated[int, typer.Option(min=1, help="Times that every arm runs every load, in turns.")] = 2,
         peer_python: Annotated[

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from pilotage.bench.arms import ServerArm, client_arguments, find_peer
 from pilotage.bench.loads import LOADS, choose
 from pilotage.bench.measurement import InOnePiece, metrics, ratios
+from pilotage.bench.run import room_for
 from pilotage.core.errors import BadInput, Unavailable
 
 
 def test_all_loads_that_fit_are_the_default() -> None:
-    assert [load.name for load in choose(None, max_model_len=2048)] == list(LOADS)
+    default = [load.name for load in choose(None, max_model_len=2048)]
+    assert default == ["decode-x1", "decode-x8", "prefill-1024", "mixed"]
+    assert [load.name for load in choose("serve-64,decode-x32", max_model_len=2048)] == ["serve-64", "decode-x32"]
     assert "prefill-1024" not in [load.name for load in choose(None, max_model_len=1024)]
 
 
@@ -66,6 +71,31 @@ def test_ratios_pair_the_repeats_and_above_one_is_better() -> None:
     assert rows["memory", "peak_rss_mib"]["ratio"] == 2.0
     assert ("start", "seconds") not in rows  # Hugging Face starts no server
     assert {row["against"] for row in rows.values()} == {"hf"}
+
+
+def test_the_slowest_gaps_are_told() -> None:
+    """A stall that the mean hides."""
+    load = LOADS["serve-64"]
+    gaps = [0.01] * 195 + [1.0] * 5
+    how: dict[str, Any] = {"ttfts_s": [0.1], "decode_s": [sum(gaps)], "output_lens": [201], "duration_s": 8.0}
+    found = metrics(load, **how, gaps_s=gaps)
+    assert found["itl_ms"] < 36 and found["itl_p99_ms"] == pytest.approx(1000)
+    assert metrics(load, **how, gaps_s=[0.01] * 200)["itl_p99_ms"] == pytest.approx(10)
+    assert "itl_p99_ms" not in metrics(load, **how, gaps_s=gaps[:100])  # too few to tell
+    rows = ratios(
+        {name: {"a": {"itl_p99_ms": [value]}} for name, value in (("pilotage", 10.0), ("x", 15.0))}, "pilotage"
+    )
+    assert rows[0]["ratio"] == 1.5
+
+
+def test_the_server_gets_room_for_what_runs_at_once() -> None:
+    shared = {"max_num_seqs": 8, "max_model_len": 2048, "additional_config": {"num_seqs_buckets": [1, 8], "x": 1}}
+    assert room_for([LOADS["decode-x8"], LOADS["prefill-1024"]], shared) is shared
+    larger = room_for([LOADS["decode-x32"], LOADS["decode-x1"]], shared)
+    assert larger["max_num_seqs"] == 32 and larger["max_model_len"] == 2048
+    assert larger["additional_config"] == {"num_seqs_buckets": [1, 8, 32], "x": 1}
+    assert room_for([LOADS["serve-64"]], shared)["additional_config"]["num_seqs_buckets"] == [1, 8, 32, 64]
+    assert shared["additional_config"]["num_seqs_buckets"] == [1, 8]
 
 
 def test_the_client_sends_greedy_requests_of_the_load() -> None:

@@ -96,12 +96,33 @@ def find(architectures: Sequence[str]) -> ModelEntry | None:
 # Training classes: architecture -> (module, class) and, for some, tags.
 MODEL_ARCH_MAPPING: OrderedDict[str, tuple[str, str] | tuple[str, str, set[str]]] = OrderedDict(
     [
+        ("DeepseekV3ForCausalLM", ("pilotage.models.deepseek_v3.hf", "DeepseekV3ForCausalLM")),
+        ("Gemma2ForCausalLM", ("pilotage.models.gemma2.hf", "Gemma2ForCausalLM")),
         ("Gemma3ForCausalLM", ("pilotage.models.gemma3.hf", "Gemma3ForCausalLM")),
+        ("Gemma4ForCausalLM", ("pilotage.models.gemma4.hf", "Gemma4ForCausalLM")),
+        ("GptOssForCausalLM", ("pilotage.models.gpt_oss.hf", "GptOssForCausalLM")),
         ("LlamaForCausalLM", ("pilotage.models.llama3.hf", "LlamaForCausalLM")),
         (
             "LlamaForSequenceClassification",
             ("pilotage.models.llama3.hf", "LlamaForSequenceClassification", {"retrieval"}),
         ),
+        ("MistralForCausalLM", ("pilotage.models.mistral.hf", "MistralForCausalLM")),
+        (
+            "MistralForSequenceClassification",
+            ("pilotage.models.mistral.hf", "MistralForSequenceClassification", {"retrieval"}),
+        ),
+        ("MixtralForCausalLM", ("pilotage.models.mixtral.hf", "MixtralForCausalLM")),
+        ("Qwen2ForCausalLM", ("pilotage.models.qwen2.hf", "Qwen2ForCausalLM")),
+        (
+            "Qwen2ForSequenceClassification",
+            ("pilotage.models.qwen2.hf", "Qwen2ForSequenceClassification", {"retrieval"}),
+        ),
+        ("Qwen3ForCausalLM", ("pilotage.models.qwen3.hf", "Qwen3ForCausalLM")),
+        (
+            "Qwen3ForSequenceClassification",
+            ("pilotage.models.qwen3.hf", "Qwen3ForSequenceClassification", {"retrieval"}),
+        ),
+        ("Qwen3MoeForCausalLM", ("pilotage.models.qwen3_moe.hf", "Qwen3MoeForCausalLM")),
     ]
 )
 

@@ -1,5 +1,6 @@
 """Checkpoints in and out: the lazy reader, the map between names, the loaders of one rank's share, and the ledger."""
 
+from pilotage.weights.adapter import StateDictAdapter
 from pilotage.weights.checkpoint import LoadResult, SafetensorsCheckpoint
 from pilotage.weights.expert_loaders import (
     expert_parallel_grouped_loader,
@@ -39,6 +40,7 @@ __all__ = [
     "SafetensorsWeightLoader",
     "Split",
     "Stack",
+    "StateDictAdapter",
     "Tie",
     "Transpose",
     "WeightMap",

@@ -170,6 +170,39 @@ class WeightMap:
                 check_copy(native, parameters[native], source, result[source])
         return result
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether every parameter is the checkpoint tensor of its own name, or a tied one."""
+        return all(isinstance(rule, Identity) for rule in self.rules)
+
+    def drops_name(self, name: str) -> bool:
+        """Whether a checkpoint tensor of this name is dropped."""
+        return any(match(rule.hf_pattern, name) is not None for rule in self.drops)
+
+    def hf_steps(self, names: Iterable[str], *, partial: tuple[type, ...] = ()) -> list[Step]:
+        """Group checkpoint names into applications of rules.
+
+        Args:
+            names: without dropped and tied ones.
+            partial: kinds of rules of which some tensors may be missing; their steps name all.
+
+        Raises:
+            WeightError: a name that no rule uses, or a missing one.
+        """
+        steps, problems = self._steps(list(names), "hf", partial)
+        raise_problems(problems)
+        return steps
+
+    def native_steps(self, names: Iterable[str]) -> list[Step]:
+        """Group parameter names, without tied ones, into applications of rules.
+
+        Raises:
+            WeightError: a name that no rule writes, or a missing one.
+        """
+        steps, problems = self._steps(list(names), "native")
+        raise_problems(problems)
+        return steps
+
     def _ties(
         self, present: set[str], wanted: Sequence[str] | None
     ) -> tuple[dict[str, str], dict[str, str], list[Problem]]:
@@ -200,7 +233,9 @@ class WeightMap:
         specific = [claim for claim in found if not isinstance(claim[0], Identity)]
         return specific or found
 
-    def _steps(self, names: Sequence[str], side: str) -> tuple[list[Step], list[Problem]]:
+    def _steps(
+        self, names: Sequence[str], side: str, partial: tuple[type, ...] = ()
+    ) -> tuple[list[Step], list[Problem]]:
         """Group `names` (of one side) into applications of rules."""
         problems: list[Problem] = []
         groups: dict[tuple[int, tuple[tuple[str, str], ...]], tuple[Rule, dict[str, str], set[str]]] = {}
@@ -222,7 +257,7 @@ class WeightMap:
                 tuple(fill(pattern, values) for pattern in rule.native_patterns),
             )
             needed = step.hf if side == "hf" else step.native
-            lost = [name for name in needed if name not in members]
+            lost = [] if isinstance(rule, partial) else [name for name in needed if name not in members]
             problems += [Problem("missing", name, f"{sorted(members)[0]} needs it beside it") for name in lost]
             if not lost:
                 steps.append(step)

@@ -11,18 +11,20 @@ from torch import Tensor
 
 from pilotage.models import registry
 
-NAMES = tuple(
-    {
-        "llama3": "LlamaForCausalLM",
-        "gemma3": "Gemma3ForCausalLM",
-    }
+NAMES = (
+    *("llama3", "qwen2", "qwen3", "gemma3", "gemma2", "gemma4"),
+    *("mistral", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"),
 )
+# Hugging Face's sdpa attention knows neither a bound on the scores nor sinks.
+EAGER_ONLY = ("gemma2", "gpt_oss")
 
 
 def hf_face(path: Path, dtype: torch.dtype = torch.float32, attention: str | None = None, **config: Any) -> Any:
     """The transformers model of a checkpoint."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    if attention is None and AutoConfig.from_pretrained(path).model_type in EAGER_ONLY:
+        attention = "eager"
     options = {} if attention is None else {"attn_implementation": attention}
     return AutoModelForCausalLM.from_pretrained(
         path, dtype=dtype, experts_implementation="eager", **options, **config
@@ -62,4 +64,4 @@ def gradients(model: Any, given: dict[str, Tensor]) -> tuple[Any, dict[str, Tens
     model.zero_grad(set_to_none=True)
     output = model(**given)
     output.loss.backward()
-    return output, {name: copy.copy(parameter.grad) for name, parameter in model.named_parameters()}
+    return output, {name: copy.copy(parameter.grad) for name, parameter in model.named_parameters() if parameter.requires_grad}

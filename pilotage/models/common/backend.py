@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
+import torch
 from torch import Tensor, nn
 
 import pilotage.functional as NF
@@ -16,28 +19,78 @@ from pilotage.core.errors import ConfigError, Unsupported
 Shard = Literal["column", "row"]
 
 
+_LINEAR = ("auto", "parallel", "torch", "te")
+_NORM = ("torch", "te")
+_ATTENTION = {"sdpa": "sdpa", "flex": "flex_attention", "eager": "eager"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackendConfig:
     """The choice of layer classes, passed down through a model's constructor.
 
     Attributes:
-        attn: the attention of training: "sdpa", "flex", "eager"; None for Hugging Face's own choice. Serving has
-            its own operators.
+        attn: the attention of training: "sdpa", "flex", "eager"; None for Hugging Face's own choice. "te" is refused.
+            Serving has its own operators.
         linear: "parallel" for layers that hold one rank's share and communicate (serving); "torch" for plain
-            `nn.Linear` and `nn.Embedding`, which a plan shards from outside; "auto" for the first when serving and
-            the second when training.
-        rms_norm: "torch", the one there is.
+            `nn.Linear` and `nn.Embedding`, which a plan shards from outside; "te" for Transformer Engine's linear
+            layers; "auto" for "parallel" when serving and "torch" when training.
+        rms_norm: "torch", or "te" for Transformer Engine's.
+        rope_fusion: rotate by a fused kernel; there is none, so True is refused.
+        combined: training models have one `qkv_proj` and one `gate_up_proj`, whose rows are those of q, k and v, or of
+            gate and up, one after the other, heads in order. Checkpoints keep Hugging Face's names.
+
+    Raises:
+        ConfigError: an unknown value.
+        Unsupported: what needs Transformer Engine, where it is not installed.
     """
 
     attn: str | None = None
     linear: str = "auto"
     rms_norm: str = "torch"
+    rope_fusion: bool = False
+    combined: bool = False
 
     def __post_init__(self) -> None:
         if self.attn is not None:
-            _known("attn", self.attn, tuple(_ATTENTION))
+            _known("attn", self.attn, (*_ATTENTION, "te"))
         _known("linear", self.linear, _LINEAR)
-        _known("rms_norm", self.rms_norm, ("torch",))
+        _known("rms_norm", self.rms_norm, _NORM)
+        for field, value in (("attn", self.attn), ("linear", self.linear), ("rms_norm", self.rms_norm)):
+            if value == "te":
+                _transformer_engine(field)
+        if self.rope_fusion:
+            _transformer_engine("rope_fusion")
+            raise Unsupported(
+                "no fused kernel rotates here, with Transformer Engine or without",
+                where="BackendConfig.rope_fusion",
+                do="leave it False",
+            )
+        if self.attn == "te":
+            raise Unsupported(
+                "attention goes through Hugging Face's functions, and none of them is Transformer Engine's",
+                where="BackendConfig.attn",
+                do=f"use {', '.join(_ATTENTION)}",
+            )
+        if self.combined and self.linear == "parallel":
+            raise Unsupported(
+                "the layers of serving pack separate projections by themselves", where="BackendConfig.combined"
+            )
+
+    @classmethod
+    def of(cls, other: Any) -> Self:
+        """Take the fields that another toolkit's backend config shares with this one; None gives the defaults.
+
+        Its norm "torch_fp32" is ours, which always computes in fp32.
+
+        Raises:
+            ConfigError, Unsupported: as the constructor.
+        """
+        if other is None or isinstance(other, cls):
+            return other or cls()
+        given = {name: getattr(other, name) for name in ("attn", "linear", "rms_norm", "rope_fusion")}
+        if given["rms_norm"] == "torch_fp32":
+            given["rms_norm"] = "torch"
+        return cls(**given)
 
     def for_training(self) -> Self:
         """These choices, with "auto" settled.
@@ -58,9 +111,28 @@ class BackendConfig:
         """Hugging Face's name of `attn`."""
         return None if self.attn is None else _ATTENTION[self.attn]
 
+    @property
+    def combines(self) -> bool:
+        """Whether projections that share their input are one layer.
 
-_LINEAR = ("auto", "parallel", "torch")
-_ATTENTION = {"sdpa": "sdpa", "flex": "flex_attention", "eager": "eager"}
+        Raises:
+            Unsupported: asked for by a model that is built to serve.
+        """
+        if self.combined and self.linear == "auto":
+            raise Unsupported(
+                "serving packs separate projections by itself", where="BackendConfig.combined", do="leave it False"
+            )
+        return self.combined
+
+
+def _transformer_engine(field: str) -> Any:
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise Unsupported(
+            "it needs Transformer Engine, which is not installed",
+            where=f"BackendConfig.{field}",
+            do="install transformer-engine[pytorch] for your CUDA, or leave the default",
+        )
+    return importlib.import_module("transformer_engine.pytorch")
 
 
 class ScaledEmbedding(nn.Embedding):
@@ -110,6 +182,9 @@ def initialize_linear_module(
     _known("linear", kind, _LINEAR)
     if kind == "torch":
         return nn.Linear(in_features, out_features, bias=bias)
+    if kind == "te":
+        engine = _transformer_engine("linear")
+        return engine.Linear(in_features, out_features, bias=bias, params_dtype=torch.get_default_dtype())
     if shard == "row":
         return pnn.RowParallelLinear(in_features, out_features, bias, component=component)
     if shard is None:
@@ -126,8 +201,12 @@ def initialize_rms_norm_module(
 
     Raises:
         ConfigError: an unknown kind.
+        Unsupported: "te" where Transformer Engine is not installed.
     """
-    _known("rms_norm", kind, ("torch",))
+    _known("rms_norm", kind, _NORM)
+    if kind == "te":
+        engine = _transformer_engine("rms_norm")
+        return engine.RMSNorm(size, eps=eps, zero_centered_gamma=unit_offset, params_dtype=torch.get_default_dtype())
     return pnn.RMSNorm(size, eps=eps, unit_offset=unit_offset, round_once=round_once)
 
 
@@ -140,7 +219,7 @@ def initialize_embedding_module(
         ConfigError: an unknown kind.
     """
     _known("linear", kind, _LINEAR)
-    if kind == "torch":
+    if kind in ("torch", "te"):
         return ScaledEmbedding(num_embeddings, embedding_dim, scale=scale)
     return pnn.VocabDimShardedEmbedding(num_embeddings, embedding_dim, scale=scale)
 
@@ -152,5 +231,5 @@ def initialize_lm_head_module(kind: str, in_features: int, vocab_size: int, bias
         ConfigError: an unknown kind.
     """
     _known("linear", kind, _LINEAR)
-    build: Callable[..., nn.Module] = nn.Linear if kind == "torch" else pnn.LMHead
+    build: Callable[..., nn.Module] = nn.Linear if kind in ("torch", "te") else pnn.LMHead
     return build(in_features, vocab_size, bias=bias)

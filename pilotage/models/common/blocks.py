@@ -56,14 +56,22 @@ class GroupedQueryAttention(nn.Module):
         width, kv_width = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         bias, shards = config.attention_bias, kv_shards(config.num_kv_heads, ranks)
         linear = partial(initialize_linear_module, backend.linear)
-        self.q_proj = linear(config.hidden_size, width, bias, shard="column")
-        self.k_proj = linear(config.hidden_size, kv_width, bias, shard="column", num_shards=shards)
-        self.v_proj = linear(config.hidden_size, kv_width, bias, shard="column", num_shards=shards)
+        self.combined_sizes = (width, kv_width, kv_width) if backend.combines else None
+        if self.combined_sizes is not None:
+            self.qkv_proj = linear(config.hidden_size, sum(self.combined_sizes), bias, shard="column")
+        else:
+            self.q_proj = linear(config.hidden_size, width, bias, shard="column")
+            self.k_proj = linear(config.hidden_size, kv_width, bias, shard="column", num_shards=shards)
+            self.v_proj = linear(config.hidden_size, kv_width, bias, shard="column", num_shards=shards)
         self.o_proj = linear(width, config.hidden_size, config.attention_output_bias, shard="row")
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x [..., D] to queries [..., N, H], keys and values [..., K, H]."""
-        q, k, v = (y.unflatten(-1, (-1, self.head_size)) for y in project(x, self.q_proj, self.k_proj, self.v_proj))
+        if self.combined_sizes is not None:
+            made = self.qkv_proj(x).split(self.combined_sizes, dim=-1)
+        else:
+            made = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (y.unflatten(-1, (-1, self.head_size)) for y in made)
         return tap(f"{self.name}.q", q), tap(f"{self.name}.k", k), tap(f"{self.name}.v", v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: Any) -> Tensor:
@@ -82,14 +90,23 @@ class GatedMLP(nn.Module):
         self.activation = config.activation
         per_rank(config.intermediate_size, get_component("mlp").tp.world_size, "intermediate_size")
         linear = partial(initialize_linear_module, backend.linear, component="mlp")
-        self.gate_proj = linear(config.hidden_size, config.intermediate_size, config.mlp_bias, shard="column")
-        self.up_proj = linear(config.hidden_size, config.intermediate_size, config.mlp_bias, shard="column")
+        self.combined = backend.combines
+        if self.combined:
+            self.gate_up_proj = linear(
+                config.hidden_size, 2 * config.intermediate_size, config.mlp_bias, shard="column"
+            )
+        else:
+            self.gate_proj = linear(config.hidden_size, config.intermediate_size, config.mlp_bias, shard="column")
+            self.up_proj = linear(config.hidden_size, config.intermediate_size, config.mlp_bias, shard="column")
         self.down_proj = linear(config.intermediate_size, config.hidden_size, config.mlp_bias, shard="row")
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]."""
         return gated_mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation=self.activation)
 
+        if self.combined:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+            return self.down_proj(NF.gated_activation(gate, up, activation=self.activation))
 
 class PreNormDecoderLayer(nn.Module):
     """Attention and MLP, each on the normalised stream and added back: the layer of Llama and its relatives.

@@ -15,10 +15,11 @@ from pilotage.core.errors import Unsupported
 _MASKS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
 
-class DenseContext(dict[str, Any]):
+class DenseContext:
     """What attention needs beside queries, keys and values when sequences lie in rows of a batch.
 
-    Like `PagedContext` a dictionary with top-level keys, `positions` [B or 1, S] and `input_ids` [B, S].
+    It answers to the top-level keys `positions` [B or 1, S] and `input_ids` [B, S], like `PagedContext`, and is no
+    dictionary: `fully_shard` makes a plain one of any that is handed to a layer.
 
     Attributes:
         config: the Hugging Face config; its `_attn_implementation` names the attention function.
@@ -39,11 +40,14 @@ class DenseContext(dict[str, Any]):
         options: Mapping[str, Any] | None = None,
         keep_weights: bool = False,
     ) -> None:
-        super().__init__(positions=positions, input_ids=input_ids)
+        self._values = {"positions": positions, "input_ids": input_ids}
         self.config, self.masks, self.cache, self.options = config, masks, cache, dict(options or {})
         self.weights: list[Tensor] | None = [] if keep_weights else None
         self.dropout = float(getattr(config, "attention_dropout", None) or 0.0)
         self._kept: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
 
     def attend(
         self,

@@ -17,16 +17,20 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
+    MoeCausalLMOutputWithPast,
     SequenceClassifierOutputWithPast,
 )
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 import pilotage.functional as NF
 from pilotage.core.errors import BadInput, Unsupported
 from pilotage.models.common.backend import BackendConfig
+from pilotage.models.common.combined import combined
 from pilotage.models.common.dense import DenseContext, masks, refuse_ignored
 from pilotage.nn import Experts, RMSNorm, Router
+from pilotage.weights import StateDictAdapter, WeightMap
 
 
 class TieSupport(enum.Enum):
@@ -58,12 +62,16 @@ class DecoderPreTrainedModel(PreTrainedModel):
     Attributes:
         architecture: the model that is served; built for its backbone and head.
         layer_class: its decoder layer with gradient checkpointing.
-        tie_support: heads that it may have.
+        tie_word_embeddings_support: heads that it may have.
+        can_combine: q, k and v, and gate and up, may each be one layer; see `BackendConfig.combined`.
+        untrained: last part of the name of parameters that are loaded and get no gradient (buffers in transformers).
     """
 
+    can_combine: ClassVar[bool] = True
+    untrained: ClassVar[tuple[str, ...]] = ("layer_scalar", "e_score_correction_bias")
     architecture: ClassVar[Any]
     layer_class: ClassVar[type[nn.Module]]
-    tie_support: ClassVar[TieSupport] = TieSupport.BOTH
+    tie_word_embeddings_support: ClassVar[TieSupport] = TieSupport.BOTH
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -79,22 +87,37 @@ class DecoderPreTrainedModel(PreTrainedModel):
         layer = cls.__dict__.get("layer_class")
         if layer is not None:
             cls._no_split_modules = [layer.__name__]
-            cls._can_record_outputs = {"hidden_states": layer}
+            cls._can_record_outputs = {"hidden_states": layer, "router_logits": OutputRecorder(Router, index=0)}
 
     def __init__(self, config: Any, backend: BackendConfig | None = None) -> None:
-        backend = (backend or BackendConfig()).for_training()
+        backend = BackendConfig.of(backend).for_training()
+        if backend.combined and not self.can_combine:
+            raise Unsupported(
+                "this architecture's projections are not all of one input",
+                where=f"BackendConfig.combined, {type(self).__name__}",
+                do="leave it False",
+            )
         if backend.attn is not None:
             config._attn_implementation = backend.attn_implementation
         super().__init__(config)
         self.backend = backend
-        self.tie_support.check(bool(config.tie_word_embeddings), type(self).__name__)
+        self.tie_word_embeddings_support.check(bool(config.tie_word_embeddings), type(self).__name__)
+
+    @classmethod
+    def map_of(cls, config: Any, backend: BackendConfig | None = None) -> WeightMap:
+        """Return the WeightMap between checkpoints with this Hugging Face config and the parameters."""
+        own = cls.architecture.config_class.from_configs(config)
+        found: WeightMap = cls.architecture.weight_map(own)
+        return combined(found, own) if backend is not None and backend.combined else found
 
     def _build(self) -> Any:
         """Build the served model and prepare its backbone for Hugging Face's machinery."""
         config = self.config
         built = self.architecture(self.architecture.config_class.from_configs(config), self.backend, self.layer_class)
         backbone = built.model
-        backbone.embed_tokens.padding_idx = getattr(config, "pad_token_id", None)
+        for module in backbone.modules():
+            if isinstance(module, nn.Embedding):
+                module.padding_idx = getattr(config, "pad_token_id", None)
         for index, layer in enumerate(backbone.layers):
             attention = layer.self_attn
             # What Hugging Face's attention functions look for on the module that calls them.
@@ -105,10 +128,22 @@ class DecoderPreTrainedModel(PreTrainedModel):
                 softcap=getattr(attention, "softcap", None) is not None,
                 sinks=getattr(attention, "sinks", None) is not None,
             )
-        backbone._tp_plan = dict(config.base_model_tp_plan or {})
+        # A share of the rows of combined projections is not a share of each: no plan divides them.
+        backbone._tp_plan = {} if self.backend.combined else dict(config.base_model_tp_plan or {})
         backbone._pp_plan = dict(config.base_model_pp_plan or {})
         backbone._ep_plan = dict(config.base_model_ep_plan or {})
         return built
+
+    def post_init(self) -> None:
+        """Initialise the weights, and say which of them are not trained."""
+        super().post_init()
+        self.freeze()
+
+    def freeze(self) -> None:
+        """Take `untrained` parameters out of training; loading forgets it."""
+        for name, parameter in self.named_parameters():
+            if name.rpartition(".")[2] in self.untrained:
+                parameter.requires_grad_(False)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding."""
@@ -226,6 +261,9 @@ class DecoderForCausalLM(GenerationMixin):
         built = self._build()
         self.model, self.lm_head = built.model, built.lm_head
         self.vocab_size, self.logit_softcap = config.vocab_size, built.config.logit_softcap
+        weight_map = self.map_of(config, self.backend)
+        if not weight_map.is_identity:
+            self.state_dict_adapter = StateDictAdapter(weight_map, self.named_parameters)
         self.post_init()
         if config.tie_word_embeddings:
             self.tie_weights()
@@ -250,7 +288,7 @@ class DecoderForCausalLM(GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> Any:
         """Compute logits and, with labels, the loss.
 
         Args:
@@ -281,9 +319,14 @@ class DecoderForCausalLM(GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return self._output(outputs, logits, loss, attention_mask)
+
+    def _output(
+        self: Any, outputs: BaseModelOutputWithPast, logits: Tensor, loss: Tensor | None, attention_mask: Any
+    ) -> Any:
         return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
+            loss=cast(Any, loss),
+            logits=cast(Any, logits),
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -293,6 +336,39 @@ class DecoderForCausalLM(GenerationMixin):
         """Project hidden rows [..., D], after the final norm, to logits [..., V]."""
         logits = self.lm_head(hidden)
         return logits if self.logit_softcap is None else NF.softcap(logits, cap=self.logit_softcap)
+
+
+class SparseForCausalLM(DecoderForCausalLM):
+    """The same for models with experts, whose loss may balance their use; mixed in before the `PreTrainedModel`.
+
+    `output_router_logits`, in the config or a call, returns the scores of the experts [B * S, E] of each layer and
+    adds `router_aux_loss_coef` times the unevenness of their use to the loss.
+    """
+
+    def __init__(self: Any, config: Any, backend: BackendConfig | None = None) -> None:
+        super().__init__(config, backend)
+        sparse = [module for module in self.modules() if isinstance(module, Experts)]
+        self.num_experts, self.top_k = sparse[0].num_experts, sparse[0].top_k
+
+    def _output(
+        self: Any, outputs: BaseModelOutputWithPast, logits: Tensor, loss: Tensor | None, attention_mask: Any
+    ) -> Any:
+        scores = outputs.get("router_logits")
+        aux_loss = None
+        if scores:
+            scores = tuple(layer.flatten(0, -2) for layer in scores)
+            aux_loss = load_balancing_loss_func(scores, self.num_experts, self.top_k, attention_mask)
+            if loss is not None:
+                loss = loss + self.config.router_aux_loss_coef * aux_loss
+        return MoeCausalLMOutputWithPast(
+            loss=cast(Any, loss),
+            aux_loss=cast(Any, aux_loss),
+            logits=cast(Any, logits),
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=cast(Any, scores),
+        )
 
 
 class DecoderForSequenceClassification:

@@ -6,14 +6,17 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig, PreTrainedConfig
 
+from pilotage.arch import source
 from pilotage.core import store
-from pilotage.core.errors import WeightError
+from pilotage.core.errors import Unsupported, WeightError
+from pilotage.weights import load_into
 
 
 class HFCheckpointingMixin:
@@ -39,9 +42,12 @@ class HFCheckpointingMixin:
         """
         wants_info = kwargs.pop("output_loading_info", False)
         parent: Any = super()
+        if not _same_names(cls, pretrained_model_name_or_path, kwargs):
+            return _load_mapped(cls, pretrained_model_name_or_path, kwargs, wants_info)
         model, info = parent.from_pretrained(
             pretrained_model_name_or_path, *model_args, output_loading_info=True, **kwargs
         )
+        model.freeze()
         if strict:
             new = model.new_parameters()
             where = f"{pretrained_model_name_or_path}"
@@ -73,9 +79,12 @@ class HFCheckpointingMixin:
         """
         parent: Any = super()
         state = self.state_dict() if state_dict is None else state_dict  # type: ignore[attr-defined]
+        adapter = getattr(self, "state_dict_adapter", None)
         sharded = any(isinstance(tensor, DTensor) for tensor in state.values())
         if sharded:
             state = {name: _gathered(tensor) for name, tensor in state.items()}
+        if adapter is not None:
+            state = adapter.to_hf(state)
         if is_main_process and not (sharded and torch.distributed.get_rank()):
             path = Path(save_directory)
             with store.new_directory(path) as temporary:
@@ -89,20 +98,46 @@ class HFCheckpointingMixin:
         """Parameters that a checkpoint of the base model does not have and that are initialised then."""
         return frozenset()
 
-    def load_weights_from(self, state_dict: dict[str, Tensor]) -> Self:
-        """Load a whole Hugging Face state dict, names and layouts of the checkpoint, in place.
 
-        Raises:
-            WeightError: it does not fit the model.
-        """
-        adapter = getattr(self, "state_dict_adapter", None)
-        if adapter is not None:
-            state_dict = adapter.from_hf(state_dict)
-        result = self.load_state_dict(state_dict, strict=False)  # type: ignore[attr-defined]
-        tied = getattr(self, "all_tied_weights_keys", {})
-        _refuse("missing", (name for name in result.missing_keys if name not in tied), "load_weights_from")
-        _refuse("the model has no such parameter", result.unexpected_keys, "load_weights_from")
-        return self
+def _same_names(cls: Any, path: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the model's parameters are the checkpoint's tensors; settles the config on the way."""
+    if path is None:
+        return True  # weights are given as they are
+    config = kwargs.get("config")
+    if not isinstance(config, PreTrainedConfig):
+        known = {
+            name: kwargs[name] for name in ("revision", "cache_dir", "token", "local_files_only") if name in kwargs
+        }
+        config = cls.config_class.from_pretrained(config or path, **known)
+    return bool(cls.map_of(config, kwargs.get("backend")).is_identity)
+
+
+def _load_mapped(cls: Any, path: Any, kwargs: dict[str, Any], wants_info: bool) -> Any:
+    """Load through the model's WeightMap, tensor by tensor, as serving does."""
+    directory = source.resolve(str(path))
+    config: Any = kwargs.pop("config", None)
+    dtype: Any = kwargs.pop("dtype", kwargs.pop("torch_dtype", None))
+    backend, attention = kwargs.pop("backend", None), kwargs.pop("attn_implementation", None)
+    config = config if isinstance(config, PreTrainedConfig) else cls.config_class.from_pretrained(directory)
+    if kwargs:
+        raise Unsupported(
+            "this architecture is loaded through its weight map, which knows config, dtype, backend, "
+            "attn_implementation and output_loading_info",
+            where=f"from_pretrained, {sorted(kwargs)[0]}",
+            do="leave it out",
+        )
+    dtype = config.dtype if dtype in (None, "auto") else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    options = {} if attention is None else {"attn_implementation": attention}
+    with torch.device("meta"):
+        model = cls._from_config(config, backend=backend, dtype=dtype, **options)
+    load_into(model, directory, cls.map_of(config, backend), dtype=dtype)
+    model.tie_weights()
+    model.freeze()
+    model.eval()
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    info: dict[str, Any] = {name: set() for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    return (model, info) if wants_info else model
 
 
 def _others(path: Path) -> list[Path]:

@@ -27,6 +27,7 @@ from pilotage.models.common import (
     initialize_lm_head_module,
     initialize_rms_norm_module,
 )
+from pilotage.models.common.face import training_face
 from pilotage.models.deepseek_v3.config import DeepseekV3Config
 from pilotage.models.deepseek_v3.weights import weight_map
 from pilotage.nn import Experts, Router, pack
@@ -182,3 +183,6 @@ class DeepseekV3ForCausalLM(CausalLM):
             pack(mlp.gate_proj, mlp.up_proj)
         if self.config.tie_word_embeddings and self.lm_head.weight.shape == self.model.embed_tokens.weight.shape:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+
+__getattr__ = training_face(__name__)

@@ -15,6 +15,7 @@ from pilotage.models.common import (
     DecoderBackbone,
     initialize_lm_head_module,
 )
+from pilotage.models.common.face import training_face
 from pilotage.models.gemma2.config import Gemma2Config
 from pilotage.models.gemma2.weights import weight_map
 from pilotage.models.gemma3.model import Gemma3DecoderLayer
@@ -52,3 +53,6 @@ class Gemma2ForCausalLM(CausalLM):
             config, self.backend, layer_class, embedding_scale=config.embedding_scale, unit_offset=True
         )
         self.lm_head = initialize_lm_head_module(self.backend.linear, config.hidden_size, config.vocab_size)
+
+
+__getattr__ = training_face(__name__)

@@ -24,6 +24,7 @@ from pilotage.models.common import (
     initialize_lm_head_module,
     initialize_rms_norm_module,
 )
+from pilotage.models.common.face import training_face
 from pilotage.models.gemma3.config import Gemma3Config
 from pilotage.models.gemma3.weights import weight_map
 
@@ -89,3 +90,6 @@ class Gemma3ForCausalLM(CausalLM):
             config, self.backend, layer_class, embedding_scale=config.embedding_scale, unit_offset=True
         )
         self.lm_head = initialize_lm_head_module(self.backend.linear, config.hidden_size, config.vocab_size)
+
+
+__getattr__ = training_face(__name__)

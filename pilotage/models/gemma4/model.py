@@ -31,6 +31,7 @@ from pilotage.models.common import (
     initialize_lm_head_module,
     initialize_rms_norm_module,
 )
+from pilotage.models.common.face import training_face
 from pilotage.models.gemma4.config import Gemma4Config
 from pilotage.models.gemma4.weights import weight_map
 from pilotage.nn import Experts, Router, pack, project
@@ -256,3 +257,6 @@ class Gemma4ForCausalLM(CausalLM):
             pack(layer.mlp.gate_proj, layer.mlp.up_proj)
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+
+__getattr__ = training_face(__name__)

@@ -22,6 +22,7 @@ from pilotage.models.common import (
     initialize_lm_head_module,
     initialize_rms_norm_module,
 )
+from pilotage.models.common.face import training_face
 from pilotage.models.gpt_oss.config import GptOssConfig
 from pilotage.models.gpt_oss.weights import weight_map
 from pilotage.models.llama3.model import LlamaAttention
@@ -102,3 +103,6 @@ class GptOssForCausalLM(CausalLM):
             self.backend.rms_norm, config.hidden_size, eps=config.norm_eps, round_once=True
         )
         self.lm_head = initialize_lm_head_module(self.backend.linear, config.hidden_size, config.vocab_size)
+
+
+__getattr__ = training_face(__name__)

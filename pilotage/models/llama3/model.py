@@ -19,6 +19,7 @@ from pilotage.models.common import (
     PreNormDecoderLayer,
     initialize_lm_head_module,
 )
+from pilotage.models.common.face import training_face
 from pilotage.models.llama3.config import Llama3Config
 from pilotage.models.llama3.weights import weight_map
 
@@ -54,3 +55,6 @@ class LlamaForCausalLM(CausalLM):
         super().__init__(config, backend)
         self.model = DecoderBackbone(config, self.backend, layer_class)
         self.lm_head = initialize_lm_head_module(self.backend.linear, config.hidden_size, config.vocab_size)
+
+
+__getattr__ = training_face(__name__)

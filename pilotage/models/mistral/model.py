@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from pilotage.models.common import BackendConfig, CausalLM, DecoderBackbone, initialize_lm_head_module
+from pilotage.models.common.face import training_face
 from pilotage.models.llama3.model import LlamaDecoderLayer
 from pilotage.models.mistral.config import MistralConfig
 from pilotage.models.mistral.weights import weight_map
@@ -29,3 +30,6 @@ class MistralForCausalLM(CausalLM):
         super().__init__(config, backend)
         self.model = DecoderBackbone(config, self.backend, layer_class)
         self.lm_head = initialize_lm_head_module(self.backend.linear, config.hidden_size, config.vocab_size)
+
+
+__getattr__ = training_face(__name__)

@@ -16,6 +16,7 @@ from pilotage.models.common import (
     SparseMoE,
     initialize_lm_head_module,
 )
+from pilotage.models.common.face import training_face
 from pilotage.models.llama3.model import LlamaAttention
 from pilotage.models.mixtral.config import MixtralConfig
 from pilotage.models.mixtral.weights import weight_map
@@ -46,3 +47,6 @@ class MixtralForCausalLM(CausalLM):
         super().__init__(config, backend)
         self.model = DecoderBackbone(config, self.backend, layer_class)
         self.lm_head = initialize_lm_head_module(self.backend.linear, config.hidden_size, config.vocab_size)
+
+
+__getattr__ = training_face(__name__)

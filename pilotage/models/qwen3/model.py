@@ -20,6 +20,7 @@ from pilotage.models.common import (
     initialize_lm_head_module,
     initialize_rms_norm_module,
 )
+from pilotage.models.common.face import training_face
 from pilotage.models.qwen3.config import Qwen3Config
 from pilotage.models.qwen3.weights import weight_map
 
@@ -60,3 +61,6 @@ class Qwen3ForCausalLM(CausalLM):
         super().__init__(config, backend)
         self.model = DecoderBackbone(config, self.backend, layer_class)
         self.lm_head = initialize_lm_head_module(self.backend.linear, config.hidden_size, config.vocab_size)
+
+
+__getattr__ = training_face(__name__)

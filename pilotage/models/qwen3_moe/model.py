@@ -16,6 +16,7 @@ from pilotage.models.common import (
     SparseMoE,
     initialize_lm_head_module,
 )
+from pilotage.models.common.face import training_face
 from pilotage.models.qwen3.model import Qwen3Attention
 from pilotage.models.qwen3_moe.config import Qwen3MoeConfig
 from pilotage.models.qwen3_moe.weights import weight_map
@@ -47,3 +48,6 @@ class Qwen3MoeForCausalLM(CausalLM):
         super().__init__(config, backend)
         self.model = DecoderBackbone(config, self.backend, layer_class)
         self.lm_head = initialize_lm_head_module(self.backend.linear, config.hidden_size, config.vocab_size)
+
+
+__getattr__ = training_face(__name__)

@@ -103,6 +103,8 @@ class Domain:
         options: argument -> the values it takes.
         gradient: whether autograd goes through it.
         sharding: its rule under DTensor, in words; None if it has none and the definition has to run there.
+        error: what it may err, in the error of the definition in the same dtype.
+        hides_non_finite: a NaN or infinity in an argument may come out as a finite number.
         emulator: runs it on the CPU if `targets` lacks that.
         other: given the `Call`, returns a reason against it that data cannot express, or None.
         machine: returns what this machine lacks, or None. Asked last, it may build something.
@@ -116,6 +118,8 @@ class Domain:
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     gradient: bool = False
     sharding: str | None = None
+    error: float = 1.0
+    hides_non_finite: bool = False
     emulator: Emulator | None = None
     other: Callable[[Call], str | None] | None = None
     machine: Callable[[], str | None] | None = None
@@ -164,6 +168,8 @@ class Domain:
         out += [
             f"only where {what} {limit}" + (f": {limit.why}" if limit.why else "") for what, limit in self.worth.items()
         ]
+        out += [f"errs up to {self.error:g} times as much as the definition"] if self.error != 1 else []
+        out += ["NaN and infinities may come out finite"] if self.hides_non_finite else []
         return out
 
     def _dtype(self, call: Call, emulated: bool) -> str | None:

@@ -217,8 +217,9 @@ def _scales(call: Call) -> str | None:
     return None
 
 
-_PACKED = Domain(targets=("cpu",), dtypes=_DTYPES, one_dtype=("q", "k", "v"))
-_PAGED = Domain(targets=("cpu",), dtypes=(*_DTYPES, KV_8BIT), other=_scales)
+# torch rounds the softmax's weights to the tensors' dtype before their product with the values.
+_PACKED = Domain(targets=("cpu",), dtypes=_DTYPES, one_dtype=("q", "k", "v"), error=1.5, hides_non_finite=True)
+_PAGED = Domain(targets=("cpu",), dtypes=(*_DTYPES, KV_8BIT), other=_scales, error=1.5, hides_non_finite=True)
 
 register("flash_attention", "sdpa", _flash_attention, domain=_PACKED, priority=10)
 register("segmented_attention", "sdpa", _paged_attention, domain=_PAGED, priority=10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,9 @@ from torch import Tensor
 from pilotage.accuracy.arms.tapped import Cached, Handed, PagedTapped, Request, Rows
 from pilotage.accuracy.encoding import Encoder
 from pilotage.core.errors import PilotageError
-from pilotage.core.sites import parse
+from pilotage.probe.discovery import SiteInfo
 
 _TIMEOUT_S = 240.0
-# Inner sites of which a rank has its share of heads, along dimension 1; norms over heads are divided like them.
-_DIVIDED = ("q", "k", "v", "q_rope", "k_rope", "heads")
 
 
 class ServedEncoder(Encoder):
@@ -98,7 +96,10 @@ class RankedTapped:
 
     def __init__(self, ranks: Ranks, fault: str | None, checkpoint: Path, dtype: torch.dtype, longest: int) -> None:
         self.ranks, self.name = ranks, f"in {len(ranks.pipes)} ranks"
-        ranks.ask("build", fault, str(checkpoint), str(dtype).removeprefix("torch."), longest)
+        # What is divided over the ranks, as the first of them says.
+        self.known: dict[str, SiteInfo] = ranks.ask(
+            "build", fault, str(checkpoint), str(dtype).removeprefix("torch."), longest
+        )[0]
 
     def names(self, tokens: Sequence[int]) -> list[str]:
         """See `PagedTapped.names`."""
@@ -111,8 +112,8 @@ class RankedTapped:
         found = self.ranks.ask("observe", list(requests), None if sites is None else list(sites), handed)
         joined: Rows = {}
         for site, rows in found[0].items():
-            if _divided(site):
-                rows = [torch.cat([part[site][r] for part in found], 1) for r in range(len(rows))]
+            if site in self.known:
+                rows = [self.known[site].join([part[site][r] for part in found]) for r in range(len(rows))]
             joined[site] = rows
         return joined
 
@@ -129,18 +130,14 @@ class RankedTapped:
         }
 
 
-def _divided(name: str) -> bool:
-    site = parse(name)
-    return site.site in _DIVIDED or site.module.endswith(("q_norm", "k_norm", "v_norm"))
-
-
-def _share(handed: Handed | None, rank: int, ranks: int) -> Handed | None:
-    """Cut what is handed to one rank: its heads of what is divided."""
+def _share(handed: Handed | None, known: Mapping[str, SiteInfo], rank: int, ranks: int) -> Handed | None:
+    """Cut what is handed to one rank: its part of what is divided."""
     if handed is None:
         return None
     rows: Rows = {}
     for site, found in handed.rows.items():
-        rows[site] = [x.chunk(ranks, 1)[rank] if _divided(site) else x for x in found]
+        info = known.get(site)
+        rows[site] = [x if info is None else info.share(x, rank, ranks) for x in found]
     return Handed(rows=rows, only=handed.only)
 
 
@@ -150,12 +147,14 @@ def _serve(rank: int, ranks: int, port: int, pipe: Any) -> None:
     from pilotage.accuracy.faults.fault import Patch
     from pilotage.accuracy.faults.table import BY_ID
     from pilotage.parallel import set_tp_group
+    from pilotage.probe.discovery import describe
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     set_tp_group(dist.group.WORLD)
     patch, target = Patch(), None
+    known: dict[str, SiteInfo] = {}
     while True:
         command, *arguments = _unpacked(pipe.recv_bytes())
         try:
@@ -166,6 +165,7 @@ def _serve(rank: int, ranks: int, port: int, pipe: Any) -> None:
                 if fault is not None:
                     BY_ID[fault].plant(patch)
                 target = PagedTapped(Path(checkpoint), getattr(torch, dtype), longest)
+                answer = known = describe(target.model)
             elif command == "names":
                 assert target is not None
                 answer = target.names(*arguments)
@@ -175,7 +175,7 @@ def _serve(rank: int, ranks: int, port: int, pipe: Any) -> None:
             else:
                 assert target is not None
                 requests, sites, handed = arguments
-                answer = target.observe(requests, sites, _share(handed, rank, ranks))
+                answer = target.observe(requests, sites, _share(handed, known, rank, ranks))
         except Exception as error:  # whatever it is belongs to the process that asked
             pipe.send_bytes(_packed(f"{type(error).__name__}: {error}"))
             raise

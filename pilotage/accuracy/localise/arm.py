@@ -161,7 +161,9 @@ class Bench:
         once = site == "model.embed_tokens"
         blocks = site.endswith(".heads") and self.dtype is torch.float32
         slack = score.ATTENTION_SLACK if blocks else 1.0
-        scored = score.score(measured, controls, by_phase, self.dtype, self.floor, rounds_once=once, slack=slack)
+        dtype = self.side.dtypes.get(site, self.dtype)
+        floor = score.floors(dtype)
+        scored = score.score(measured, controls, by_phase, dtype, floor, rounds_once=once, slack=slack)
         table.append({"site": site, **scored.to_json(), "by_position": course.by_position(where, scored.by_row)})
         if scored.status is Status.FAIL:
             findings.append(self._finding(site, scored, where, by_phase))

@@ -32,6 +32,7 @@ class Side:
         handed: site -> for each request the rows that are handed onward.
         expected: site -> [rows, width] given those.
         controls: site -> what each control makes of it.
+        dtypes: site -> dtype that Hugging Face's model of the arm has there.
         stream: the reference's residual stream, running free.
         logits: the reference's, running free.
         control_logits: by control, running free. control_stream: the first one's.
@@ -58,12 +59,15 @@ class Side:
         rows = free if dtype is torch.float32 else expected.observe(requests, sites, handed)
         self.expected = {site: joined(found) for site, found in rows.items()}
         self.controls: dict[str, list[score.SiteErrors]] = {site: [] for site in sites}
+        # Some places are computed in fp32 whatever the arm: what rounds there is no clean computation.
+        self.dtypes: dict[str, torch.dtype] = {}
         self.control_logits: dict[str, Tensor] = {}
         self.control_stream: Rows = {}
         chosen = variants.variants(dtype, ranks)
         for variant in track(chosen, f"clean controls, {str(dtype).removeprefix('torch.')}"):
             with variant.applied(control.model):
                 for site, clean in control.observe(requests, sites, handed).items():
+                    self.dtypes[site] = torch.float32 if clean[0].dtype is torch.float32 else dtype
                     self.controls[site].append(score.measure(joined(clean), self.expected[site]))
                 wanted = ["logits"] if self.control_stream else [*self.stream, "logits"]
                 rows = control.observe(requests, wanted)

@@ -69,7 +69,7 @@ def _show(found: Consistency) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     style = STYLES[found.status.value]
     console.print(f"[bold]{found.model}[/bold]: [{style}]{found.status.value}[/{style}]", highlight=False)
     columns = ("arm", "phase", "tokens", "equal", "max |dlogp|", "RMS", "mean exp|dlogp|", "99%", "max", "noise of HF")
@@ -77,7 +77,7 @@ def _show(found: Consistency) -> None:
     for arm in found.arms:
         for phase, row in arm.phases.items():
             numbers = ("max_abs", "rms", "mean_ratio", "p99_ratio", "max_ratio", "baseline_rms_error")
-            table.add_row(arm.arm, phase, str(row["n"]), str(row["equal"]), *(f"{row[name]:.6g}" for name in numbers))
+            table.add_row(arm.arm, phase, str(row["n"]), str(row["equal"]), *(f"{row[name]:.4g}" for name in numbers))
     console.print(table)
     for arm in found.arms:
         for verdict in arm.verdicts:

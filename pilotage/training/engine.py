@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from pilotage.core.errors import PilotageError, Unsupported
 from pilotage.training import plans
-from pilotage.training.experts import apply_expert_parallel
 from pilotage.training.mesh import Mesh, Parallel
 from pilotage.training.pipeline import Stage, cut_stage
 
@@ -90,10 +89,8 @@ class Engine:
             )
         self.stage: Stage = cut_stage(model, mesh.pp_rank, mesh.pp) if mesh.pp > 1 else Stage(model)
         self.model = model
-        if parallel.ep > 1:
-            apply_expert_parallel(model, mesh)
         if mesh.tp > 1:
-            plans.apply_tensor_parallel(model, mesh, sequence_parallel=parallel.sequence_parallel)
+            plans.apply_tensor_parallel(model, mesh, sequence_parallel=parallel.sequence_parallel, ep=parallel.ep)
         if mesh.dp > 1:
             plans.apply_fully_sharded(self.stage, model, mesh)
         self._tie_group = self._make_tie_group()
@@ -149,15 +146,17 @@ class Engine:
         The norm is one number over every parameter of the model, however each is divided and whoever holds it.
         """
         grads = {name: p.grad for name, p in self.parameters().items() if p.grad is not None}
+        own = [local(grad) for grad in grads.values()]
+        # In fp32, whatever the gradients are in; each is summed by itself, and few numbers are added up after that.
+        norms = torch._foreach_norm(own, 2, dtype=torch.float32)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for name, grad in grads.items():
-            total += local(grad).double().square().sum() / self._copies(name, grad)
+        for (name, grad), part in zip(grads.items(), norms, strict=True):
+            total += part.double().square() / self._copies(name, grad)
         if self.mesh.devices is not None:
             dist.all_reduce(total)
         norm = float(total.sqrt())
         if max_norm is not None and norm > max_norm:
-            for grad in grads.values():
-                local(grad).mul_(max_norm / norm)
+            torch._foreach_mul_(own, max_norm / norm)
         return norm
 
     def gathered(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

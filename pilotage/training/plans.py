@@ -23,6 +23,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from pilotage.core.errors import Unsupported
+from pilotage.nn import Experts, Router
+from pilotage.training.experts import DealExperts
 from pilotage.training.mesh import Mesh
 
 COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -45,6 +47,23 @@ class GatherRows(ParallelStyle):
             )
 
         module.register_forward_pre_hook(lambda _, args, how: _with_hidden(whole, args, how), with_kwargs=True)
+        return module
+
+
+class WholeRows(ParallelStyle):
+    """Give a block all rows as plain tensors, and each rank its own rows of what the block returns."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def whole(x: Tensor) -> Tensor:
+            shares = DTensor.from_local(x, device_mesh, [ROWS], run_check=False)
+            return shares.redistribute(placements=[Replicate()]).to_local()
+
+        def own(_: nn.Module, args: Any, out: Tensor) -> Tensor:
+            rows = DTensor.from_local(out, device_mesh, [Replicate()], run_check=False)
+            return rows.redistribute(placements=[ROWS]).to_local()
+
+        module.register_forward_pre_hook(lambda _, args, how: _with_hidden(whole, args, how), with_kwargs=True)
+        module.register_forward_hook(own)
         return module
 
 
@@ -96,13 +115,16 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {f"model.layers.{name}": layer for name, layer in found.named_children() if holds(layer)}
 
 
-def tensor_parallel_plan(model: nn.Module, tp: int, *, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
+def tensor_parallel_plan(
+    model: nn.Module, tp: int, *, sequence_parallel: bool = False, ep: int = 1
+) -> dict[str, ParallelStyle]:
     """Build the plan of a causal language model, or of the stage of one.
 
     Args:
         model: has `model.embed_tokens`, `model.layers`, `model.norm` and `lm_head`, as far as it holds them.
         tp: ranks.
         sequence_parallel: divide the rows between layers as well.
+        ep: `tp` where the ranks hold whole experts, else 1.
 
     Returns:
         Module name -> what is done with it.
@@ -117,9 +139,13 @@ def tensor_parallel_plan(model: nn.Module, tp: int, *, sequence_parallel: bool =
     for name, layer in layers.items():
         for path, module in layer.named_modules():
             if path and any(True for _ in module.parameters(recurse=False)):
-                plan[f"{name}.{path}"] = _style(f"{name}.{path}", model, module, between)
+                plan[f"{name}.{path}"] = _style(f"{name}.{path}", model, module, between, ep)
         for block in GATHERS:
-            if isinstance(getattr(layer, block, None), nn.Module):
+            module: Any = getattr(layer, block, None)
+            if isinstance(getattr(module, "experts", None), Experts):
+                if sequence_parallel:
+                    plan[f"{name}.{block}"] = WholeRows()
+            elif isinstance(module, nn.Module):
                 plan[f"{name}.{block}"] = GatherRows(between)
     names = dict(model.named_modules())
     if holds(names["model.embed_tokens"]):
@@ -137,8 +163,14 @@ def tensor_parallel_plan(model: nn.Module, tp: int, *, sequence_parallel: bool =
     return {key: style for key, style in plan.items() if style is not None}
 
 
-def _style(path: str, model: nn.Module, module: nn.Module, between: Shard | Replicate) -> Any:
+def _style(path: str, model: nn.Module, module: nn.Module, between: Shard | Replicate, ep: int) -> Any:
     leaf = path.rpartition(".")[2]
+    if isinstance(module, Router):
+        return None  # whole on every rank, and so are the rows it sees and their gradients
+    if isinstance(module, Experts):
+        if ep == 1:
+            raise Unsupported("experts are dealt out, not divided", where=path, do="set parallel.ep to the same as tp")
+        return DealExperts()
     if leaf in COLUMN:
         return ColwiseParallel(input_layouts=Replicate())
     if leaf in ROW:
@@ -178,9 +210,15 @@ def _check_heads(model: Any, tp: int) -> None:
             raise Unsupported(f"{name}={size} does not divide over tp={tp}", where="parallel.tp", do=f"use {good}")
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool = False) -> None:
-    """Divide a model, or a stage of one, over the ranks of "tp" in place; a tied head stays tied."""
-    plan = tensor_parallel_plan(model, mesh.tp, sequence_parallel=sequence_parallel)
+def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool = False, ep: int = 1) -> None:
+    """Divide a model, or a stage of one, over the ranks of "tp" in place; a tied head stays tied.
+
+    Raises:
+        Unsupported: see `tensor_parallel_plan`; or `ep` for a model without experts.
+    """
+    if ep > 1 and not any(isinstance(module, Experts) for module in model.modules()):
+        raise Unsupported("no layer of this model has experts", where="parallel.ep", do="set it to 1")
+    plan = tensor_parallel_plan(model, mesh.tp, sequence_parallel=sequence_parallel, ep=ep)
     tied = is_tied(model)
     axis = mesh.axis("tp")
     for name, style in plan.items():

@@ -75,10 +75,18 @@ def assert_same_training(got: dict[str, Any], expected: dict[str, Any], start: d
     assert all(value < UPDATE for value in moved.values()), sorted(moved.items(), key=lambda item: -item[1])[:5]
 
 
-def check(paths: list[Path], cases: list[dict[str, Any]], world: int, out: Path, implementation: str) -> None:
+def check(
+    paths: list[Path],
+    cases: list[dict[str, Any]],
+    world: int,
+    out: Path,
+    implementation: str,
+    reference: str = "transformers",
+) -> None:
+    """`reference`: whose class the single process runs; parameters of experts have other names in transformers."""
     results = run(work, world, out, paths, cases, implementation)
     for index, path in enumerate(paths):
-        model = load(path, "transformers")
+        model = load(path, reference)
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
         expected = plain_run(model, global_batches(model.config.vocab_size))
         assert all(norm > 0.5 for norm in expected["norms"]), "clipping is part of what is compared"
@@ -115,6 +123,15 @@ def test_biases_and_uneven_stages_train_as_one(tiny: Callable[..., Path], tmp_pa
 @pytest.mark.parametrize("world", [2, 4])
 def test_transformers_own_classes_train_as_one(world: int, tiny: Callable[..., Path], tmp_path: Path) -> None:
     check([tiny("llama3"), tiny("gemma3")], TWO if world == 2 else FOUR, world, tmp_path, "transformers")
+
+
+@pytest.mark.slow
+def test_dealt_experts_train_as_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    paths = [tiny("qwen3_moe"), tiny("mixtral", num_local_experts=6)]
+    meshes = [{"tp": 2, "ep": 2}, {"tp": 2, "ep": 2, "sequence_parallel": True}]
+    check(paths, meshes, 2, tmp_path, "pilotage", reference="pilotage")
+    wider = [{"tp": 2, "ep": 2, "dp": 2}, {"tp": 2, "ep": 2, "pp": 2, "sequence_parallel": True}]
+    check(paths[:1], wider, 4, tmp_path, "pilotage", reference="pilotage")
 
 
 @pytest.mark.slow

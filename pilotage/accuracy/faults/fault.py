@@ -60,11 +60,12 @@ class Fault:
         plant: makes it.
         where: patterns of the names that are right for the first culprit: a module, or a site of it.
         only: the condition without which it does not show: "chunk", "decode", "batch", "long", "padding",
-            "tensor parallel", "speculation" or "loading"; empty for none.
+            "tensor parallel", "speculation", "training" or "loading"; empty for none.
         fp32: whether fp32 arithmetic can see it; a difference of rounding alone is seen in the serving dtype if at all.
         ranks: of the target.
         subject: "model"; "tokenizer" where the faulty part is what makes the tokens; "drafts" where it is the engine's
-            speculation, which `pilotage invariance` looks at.
+            speculation, which `pilotage invariance` looks at; "training" where gradients, updates or what is saved
+            show it, which `train_checks` look at.
     """
 
     name: str

@@ -15,6 +15,7 @@ import torch
 import pilotage.functional as NF
 from pilotage.accuracy.arms.tapped import PagedTapped
 from pilotage.accuracy.encoding import Encoder, encoding_verdict
+from pilotage.accuracy.faults import training
 from pilotage.accuracy.faults.bench import ARMS, Bench, failures
 from pilotage.accuracy.faults.fault import Fault, Patch
 from pilotage.accuracy.faults.table import FAULTS
@@ -167,6 +168,7 @@ class Runner:
         self.out = out
         self._bench: Bench | None = None
         self._ranks: Ranks | None = None
+        self._trained: dict[str, Any] = {}
 
     def close(self) -> None:
         """End the tensor-parallel processes, if there are any."""
@@ -202,9 +204,10 @@ class Runner:
             "id": fault.id, "name": fault.name, "heading": fault.heading, "model": fault.model, "only": fault.only,
             "fp32": fault.fp32, "ranks": fault.ranks, "where": list(fault.where),
         }  # fmt: skip
-        ask = {"tokenizer": self._tokens, "drafts": self._drafts, "model": self._model}[fault.subject]
+        ways = {"tokenizer": self._tokens, "drafts": self._drafts, "model": self._model, "training": self._training}
+        ask = ways[fault.subject]
         found = ask(fault)
-        return result | found | {"seconds": round(time.perf_counter() - start, 1)}
+        return result | {"seconds": round(time.perf_counter() - start, 1)} | found
 
     def engine(self, fault: Fault) -> dict[str, Any]:
         """Plant a fault under the real engine, in this process and not compiled, and judge the logits.
@@ -231,6 +234,12 @@ class Runner:
             "fp32": fault.fp32, "detected": bool(by), "detected_by": by, "arms": arms,
             "seconds": round(time.perf_counter() - start, 1),
         }  # fmt: skip
+
+    def _training(self, fault: Fault) -> dict[str, Any]:
+        """Examine training with a fault planted; all such faults at once, for their processes take longest to start."""
+        if fault.id not in self._trained:
+            self._trained = training.measure([one for one in FAULTS if one.subject == "training"])
+        return training.result(fault, self._trained[fault.id])
 
     def _tokens(self, fault: Fault) -> dict[str, Any]:
         bench = self.bench(fault.model)

@@ -16,12 +16,12 @@ from pilotage.accuracy.faults.table import FAULTS
 from pilotage.core.errors import BadInput
 from pilotage.core.nouns import Status
 
-# The component headings of the catalogue; training is not served by this version.
+# The component headings of the catalogue.
 HEADINGS = {
     "Tokenizer / BOS", "Embedding scale / logit and residual multipliers", "RoPE", "qk-norm",
     "Attention scale / softcap / sinks", "Sliding window and masks", "GQA / tensor-parallel layout / fused weights",
     "Bias / norm / activation", "MoE", "lm_head / vocab", "Loading, adapters, config", "KV cache, buckets, graphs",
-    "Numerics", "Speculation",
+    "Numerics", "Speculation", "Training side",
 }  # fmt: skip
 
 
@@ -41,6 +41,7 @@ def test_the_table_covers_every_component_model_and_condition() -> None:
         "speculation",
     }
     assert sum(fault.subject == "drafts" for fault in FAULTS) >= 4
+    assert sum(fault.subject == "training" for fault in FAULTS) >= 9
     assert all(fault.where for fault in FAULTS)
 
 
@@ -155,7 +156,7 @@ def test_the_page_says_what_was_missed() -> None:
     assert "the right one is among the others" in text
     assert "| cosine 0.98 | Cosine similarity of all logits at least 0.98 | 2 | 1 |" in text
     assert "| pilotage | the gates above | 1 | 0 |" in text
-    assert "Training side: " in text
+    assert "Context parallelism: " in text
 
 
 def test_results_are_kept_and_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

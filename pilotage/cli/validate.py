@@ -11,6 +11,7 @@ import typer
 from pilotage.cli._common import Json, Model, print_json
 
 if TYPE_CHECKING:
+    from pilotage.accuracy.training import TrainingValidation
     from pilotage.accuracy.validate import Validation
     from pilotage.core.nouns import Verdict
 
@@ -66,6 +67,12 @@ def verb(app: typer.Typer) -> None:
         ] = "real",
         ranks: Annotated[int, typer.Option(min=1, help="Level 3: tensor-parallel ranks.")] = 1,
         modules: Annotated[bool, typer.Option(help="Check single modules as well.")] = True,
+        train: Annotated[
+            bool,
+            typer.Option(
+                "--train", help="Compare training instead: logits, loss and every parameter's gradient; checkpoints."
+            ),
+        ] = False,
         eager: Annotated[
             bool, typer.Option("--eager", help="Do not compile the engine's graphs (float32 never does).")
         ] = False,
@@ -73,11 +80,16 @@ def verb(app: typer.Typer) -> None:
     ) -> None:
         """Compare a served model with Hugging Face's: tasks, tokens and KV cache, modules.
 
+        With --train it is the training class: forward, loss and the gradient of each parameter under padding, packing,
+        checkpointing, accumulation and torch.compile, and checkpoints both ways; --eager leaves torch.compile out.
+
         Level 1 runs tasks on both and hands what deviates to level 2. Level 2 teacher-forces the fp32 reference's
         tokens through the real engine and judges its errors by clean controls. Level 3 compares single modules.
 
         Exits with 0 if everything passes, 1 if anything fails, 2 if something could not be measured.
         """
+        if train:
+            _train(model, tuple(arm) if arm else None, compiled=not eager, json=json, reference=reference, level=level)
         from pilotage.accuracy import validate as accuracy
         from pilotage.accuracy.modules import ModulePlan
         from pilotage.accuracy.tasks import plan
@@ -110,6 +122,59 @@ def verb(app: typer.Typer) -> None:
         else:
             _show(result)
         raise typer.Exit(result.status.exit_code)
+
+
+def _train(model: str, arms: Any, *, compiled: bool, json: bool, **refused: Any) -> None:
+    from pilotage.accuracy import training
+    from pilotage.core.errors import BadInput
+
+    odd = next((name for name, value in refused.items() if value), None)
+    if odd is not None:
+        raise BadInput("training is compared with the model's own checkpoint, on no level", where=f"--{odd} --train")
+    command = shlex.join(["pilotage", *sys.argv[1:]])
+    result = training.validate_training(model, arms=arms or training.ARMS, compiled=compiled, command=command)
+    if json:
+        print_json(result.to_json())
+    else:
+        _show_training(result)
+    raise typer.Exit(result.status.exit_code)
+
+
+def _show_training(result: TrainingValidation) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    style = STYLES[result.status.value]
+    console.print(
+        f"[bold]{result.model}[/bold] trained by {result.training_class}: [{style}]{result.status.value}[/{style}]",
+        highlight=False,
+    )
+    table = Table("", "dtype", "case", "gradients off", "largest", "relative error", "baseline's", title_justify="left")
+    for case in result.cases:
+        style = STYLES[case.status.value]
+        off = [entry["parameter"] for entry in case.parameters if entry["status"] != "pass"]
+        largest = max(case.parameters, key=lambda entry: entry["relative_l2"] or 0.0)
+        table.add_row(
+            f"[{style}]{case.status.value.replace('_', ' ')}[/{style}]",
+            case.arm,
+            case.case,
+            f"{len(off)} of {len(case.parameters)}",
+            largest["parameter"],
+            _number(largest["relative_l2"]),
+            _number(largest["baseline_relative_l2"]),
+        )
+    console.print(table)
+    bad = [verdict for case in result.cases for verdict in case.verdicts if verdict.status.value != "pass"]
+    for verdict in [*bad, *result.verdicts]:
+        style = STYLES[verdict.status.value]
+        console.print(
+            f"[{style}]{verdict.status.value.replace('_', ' ')}[/{style}] {verdict.claim}: {verdict.metric} "
+            f"{_number(verdict.estimate)}, bound {_number(verdict.bound)} (n={verdict.n})",
+            highlight=False,
+        )
+    spent = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in result.seconds.items())
+    console.print(f"[dim]{spent}[/dim]", highlight=False)
 
 
 def _one_of(value: str, known: tuple[str, ...], where: str) -> Any:

@@ -54,6 +54,7 @@ class ModelEntry:
 
 
 _DENSE, _SPARSE = frozenset({"dense"}), frozenset({"moe"})
+_NESTED, _TEXT_OF = frozenset({"text of multimodal"}), "pilotage.models.common.nested:TextOfMultimodal"
 _IN_TREE = (
     ModelEntry("DeepseekV3ForCausalLM", "pilotage.models.deepseek_v3.factory:DeepseekV3ForCausalLM", _SPARSE),
     ModelEntry("Gemma2ForCausalLM", "pilotage.models.gemma2.factory:Gemma2ForCausalLM", _DENSE),
@@ -66,6 +67,12 @@ _IN_TREE = (
     ModelEntry("Qwen2ForCausalLM", "pilotage.models.qwen2.factory:Qwen2ForCausalLM", _DENSE),
     ModelEntry("Qwen3ForCausalLM", "pilotage.models.qwen3.factory:Qwen3ForCausalLM", _DENSE),
     ModelEntry("Qwen3MoeForCausalLM", "pilotage.models.qwen3_moe.factory:Qwen3MoeForCausalLM", _SPARSE),
+    # Wrappers around one of those, or around any of them.
+    ModelEntry("Gemma3ForConditionalGeneration", _TEXT_OF, _NESTED),
+    ModelEntry("Gemma4ForConditionalGeneration", _TEXT_OF, _NESTED),
+    ModelEntry("LlavaForConditionalGeneration", _TEXT_OF, _NESTED),
+    ModelEntry("LlavaNextForConditionalGeneration", _TEXT_OF, _NESTED),
+    ModelEntry("Mistral3ForConditionalGeneration", _TEXT_OF, _NESTED),
 )
 
 
@@ -85,6 +92,11 @@ def entries() -> dict[str, ModelEntry]:
             )
         found[point.name] = ModelEntry(point.name, point.value, frozenset({"external"}), origin)
     return found
+
+
+def text_models() -> list[str]:
+    """Name the architectures that are language models themselves, not wrappers around one."""
+    return sorted(name for name, entry in entries().items() if not entry.tags & _NESTED)
 
 
 def find(architectures: Sequence[str]) -> ModelEntry | None:
@@ -127,24 +139,31 @@ MODEL_ARCH_MAPPING: OrderedDict[str, tuple[str, str] | tuple[str, str, set[str]]
 )
 
 
+def tags_of(architecture: str) -> frozenset[str]:
+    """Return the tags of a training class."""
+    entry = MODEL_ARCH_MAPPING.get(architecture, ("", ""))
+    return frozenset(entry[2]) if len(entry) == 3 else frozenset()
+
+
 def training_class(architectures: Sequence[str]) -> Any:
     """Import the class that trains the first of `architectures` that is known.
 
-    A package that serves an architecture by an entry point trains it by the `ModelClass` of its `hf.py`.
+    A package that serves an architecture by an entry point trains it by the `ModelClass` of its `hf.py`, and comes
+    before what is in the tree.
 
     Raises:
         Unsupported: none of them is trained here.
         BadInput: the module or the class is not there.
     """
     for name in architectures:
-        if name in MODEL_ARCH_MAPPING:
-            module, attribute = MODEL_ARCH_MAPPING[name][:2]
-            return ModelEntry(name, f"{module}:{attribute}").load()
         entry = entries().get(name)
         if entry is not None and entry.origin != "pilotage":
             module = f"{entry.path.partition(':')[0].rpartition('.')[0]}.hf"
             if importlib.util.find_spec(module) is not None:
                 return ModelEntry(name, f"{module}:ModelClass", origin=entry.origin).load()
+        if name in MODEL_ARCH_MAPPING:
+            module, attribute = MODEL_ARCH_MAPPING[name][:2]
+            return ModelEntry(name, f"{module}:{attribute}").load()
     raise Unsupported(
         f"no training class for {', '.join(architectures) or 'an unnamed architecture'}",
         where="config.json, architectures",

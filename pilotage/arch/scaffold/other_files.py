@@ -187,6 +187,20 @@ def plain_file(donor: Donor, names: Names, file: str) -> str:
     return names.rename(_finish(donor.files[file].text, names, marked=False))
 
 
+def training_file(donor: Donor, names: Names, model_type: str | None) -> str:
+    """hf.py: the donor's under the new names, with transformers' config class of the model."""
+    from transformers import CONFIG_MAPPING
+
+    text = donor.files["hf.py"].text
+    donors = re.search(r"^from transformers import (\w+Config)$", text, re.MULTILINE)
+    renamed = plain_file(donor, names, "hf.py")
+    if donors is None or model_type not in CONFIG_MAPPING:
+        return renamed
+    # Where the donor's class was renamed, it is found under its new name.
+    known = names.rename(donors[1])
+    return re.sub(rf"\b{known}\b", CONFIG_MAPPING[str(model_type)].__name__, renamed)
+
+
 def _finish(text: str, names: Names, *, marked: bool) -> str:
     """Sort the imports under the new names, with `port` among them where it is called."""
     tree = ast.parse(text)

@@ -18,7 +18,14 @@ from pilotage.arch.diff.work import WorkItem
 from pilotage.arch.scaffold.donor import MODELS, Donor
 from pilotage.arch.scaffold.model_file import model_file
 from pilotage.arch.scaffold.names import Names
-from pilotage.arch.scaffold.other_files import config_file, exports, plain_file, table, weights_file
+from pilotage.arch.scaffold.other_files import (
+    config_file,
+    exports,
+    plain_file,
+    table,
+    training_file,
+    weights_file,
+)
 from pilotage.arch.scaffold.registry import with_entry
 from pilotage.core import store
 from pilotage.core.errors import BadInput, ConfigError
@@ -156,6 +163,8 @@ def _files(
         "weights.py": weights_file(donor, names, items),
         "README.md": _render("readme.md.j2", names, new, items, donor_model, external),
     }
+    if "hf.py" in donor.files:
+        inside["hf.py"] = training_file(donor, names, new.fields.get("model_type"))
     for extra in donor.files:
         inside.setdefault(extra, plain_file(donor, names, extra))
     twin = _twin(new, notes)

@@ -7,6 +7,7 @@ here. The face contains the backbone and the head that `model.py` builds, so tha
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -139,6 +140,10 @@ class DecoderPreTrainedModel(PreTrainedModel):
         super().post_init()
         self.freeze()
 
+    def new_parameters(self) -> frozenset[str]:
+        """Parameters that a checkpoint of the base model does not have and that are initialised then."""
+        return frozenset()
+
     def freeze(self) -> None:
         """Take `untrained` parameters out of training; loading forgets it."""
         for name, parameter in self.named_parameters():
@@ -234,6 +239,15 @@ class DecoderForCausalLM(GenerationMixin):
     _tied_weights_keys: ClassVar[Any] = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan: Any = {"lm_head": "colwise_rep"}  # noqa: RUF012  transformers puts the instance's own in its place
     _pp_plan: Any = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
+
+    @dataclass(frozen=True)
+    class ModelCapabilities:
+        """What NeMo AutoModel may do with the class in its own trainer, where none of these has been run."""
+
+        supports_tp: bool = False
+        supports_cp: bool = False
+        supports_pp: bool = False
+        supports_ep: bool = False
 
     @classmethod
     def can_generate(cls) -> bool:

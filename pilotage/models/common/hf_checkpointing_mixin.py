@@ -94,10 +94,6 @@ class HFCheckpointingMixin:
         if sharded:
             torch.distributed.barrier()
 
-    def new_parameters(self) -> frozenset[str]:
-        """Parameters that a checkpoint of the base model does not have and that are initialised then."""
-        return frozenset()
-
 
 def _same_names(cls: Any, path: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the model's parameters are the checkpoint's tensors; settles the config on the way."""

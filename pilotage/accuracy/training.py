@@ -1,0 +1,341 @@
+"""Does the training face compute what Hugging Face does? What `pilotage validate --train` does, in order.
+
+Forward, loss and the gradient of every parameter by itself: a gradient path that is lost leaves the loss and the norm
+of all gradients nearly as they were, and shows in one parameter alone. fp32 is held against Hugging Face under its
+other attention implementation, bf16 against Hugging Face in bf16, both measured from Hugging Face in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pilotage.accuracy import gates, training_cases
+from pilotage.accuracy.arms import hf
+from pilotage.accuracy.training_cases import Case, Step
+from pilotage.accuracy.validate import ARMS, Clock, versions
+from pilotage.arch import source
+from pilotage.arch.spec import ArchSpec
+from pilotage.core.errors import BadInput
+from pilotage.core.nouns import Status, Verdict, worst
+from pilotage.core.progress import track
+from pilotage.models import registry
+from pilotage.weights import SafetensorsCheckpoint
+from pilotage.weights.map import same_bytes
+
+LOSS_SLACK = 3.0
+SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseResult:
+    """One case in one dtype.
+
+    Attributes:
+        arm: the dtype.
+        case: its name.
+        verdicts: of logits, loss and, worst first, gradients that did not pass; one for all gradients.
+        parameters: for each parameter its relative L2 error, the baseline's, and the status.
+    """
+
+    arm: str
+    case: str
+    verdicts: list[Verdict]
+    parameters: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def status(self) -> Status:
+        """The worst of the verdicts."""
+        return worst([verdict.status for verdict in self.verdicts])
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as JSON."""
+        return {
+            "arm": self.arm,
+            "case": self.case,
+            "status": self.status.value,
+            "verdicts": [verdict.to_json() for verdict in self.verdicts],
+            "parameters": self.parameters,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingValidation:
+    """Everything that was found.
+
+    Attributes:
+        model: as the user named it.
+        training_class: "module.Class" that trains it.
+        cases: by dtype and case.
+        verdicts: of checkpoints.
+        seconds: time of each part.
+        command: how to do it again.
+    """
+
+    model: str
+    training_class: str
+    cases: list[CaseResult]
+    verdicts: list[Verdict]
+    command: str
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def status(self) -> Status:
+        """The worst of everything."""
+        return worst([*(case.status for case in self.cases), *(verdict.status for verdict in self.verdicts)])
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as JSON."""
+        return {
+            "model": self.model,
+            "training_class": self.training_class,
+            "status": self.status.value,
+            "cases": [case.to_json() for case in self.cases],
+            "verdicts": [verdict.to_json() for verdict in self.verdicts],
+            "seconds": {name: round(value, 2) for name, value in self.seconds.items()},
+            "versions": versions(),
+            "command": self.command,
+        }
+
+
+def validate_training(
+    model: str,
+    *,
+    arms: Sequence[str] = ARMS,
+    compiled: bool = True,
+    training_class: Any = None,
+    command: str = "",
+) -> TrainingValidation:
+    """Compare the training face of a model with Hugging Face's own class.
+
+    Args:
+        model: MODEL of the command line.
+        arms: dtypes.
+        compiled: run the case under `torch.compile` as well.
+        training_class: to be judged instead of the registered one; has `from_pretrained`, `save_pretrained`.
+        command: the command line, for the report.
+
+    Raises:
+        PilotageError: something is missing or cannot be used.
+    """
+    unknown = [arm for arm in arms if arm not in ARMS]
+    if unknown:
+        raise BadInput(f"no arm is called {unknown[0]!r}", where="--arm", do=f"use {' or '.join(ARMS)}")
+    clock = Clock()
+    path = source.resolve(model)
+    config = source.load_config(str(path))
+    cls = training_class or registry.training_class(config.architectures or [])
+    spec = ArchSpec.from_hf(config)
+    cases = training_cases.cases(spec, config.get_text_config().pad_token_id, compiled=compiled)
+    results: list[CaseResult] = []
+    truth = _hugging_face(path, cases, torch.float32, "sdpa")
+    clock("hf_float32")
+    for arm in arms:
+        dtype = getattr(torch, arm)
+        # The other attention: where Hugging Face's sdpa would not do, the truth is eager already and there is none.
+        baseline = _hugging_face(path, cases, dtype, "eager" if dtype is torch.float32 else "sdpa")
+        clock(f"hf_{arm}_baseline")
+        face = training_cases.ours(cls, path, dtype, _attention(path))
+        for case in track(cases, f"training in {arm}"):
+            key = id(case.inputs)
+            found = training_cases.run(face, case, case.ours)
+            results.append(compare(arm, case.name, found, truth[key], baseline[key]))
+        clock(f"ours_{arm}")
+    verdicts = checkpoint_verdicts(cls, path)
+    clock("checkpoints")
+    return TrainingValidation(
+        model=model,
+        training_class=f"{cls.__module__}.{cls.__name__}",
+        cases=results,
+        verdicts=verdicts,
+        command=command,
+        seconds=clock.seconds,
+    )
+
+
+def _attention(path: Path) -> str:
+    from transformers import AutoConfig
+
+    return hf.attention_of(AutoConfig.from_pretrained(path), "sdpa")
+
+
+def _hugging_face(path: Path, cases: Sequence[Case], dtype: torch.dtype, attention: str) -> dict[int, Step]:
+    """Run Hugging Face once over each different batch."""
+    model = training_cases.hugging_face(path, dtype, attention)
+    batches = {id(case.inputs): case for case in cases}
+    return {key: training_cases.run(model, case) for key, case in batches.items()}
+
+
+def compare(arm: str, case: str, found: Step, truth: Step, baseline: Step) -> CaseResult:
+    """Judge one step of our face.
+
+    Args:
+        arm: the dtype.
+        case: name of the case.
+        found: ours.
+        truth: Hugging Face's in fp32.
+        baseline: Hugging Face's in the same dtype, or in fp32 under its other attention.
+    """
+    verdicts = [*_judge(arm, "logits", found.logits, truth.logits, baseline.logits), _loss(found, truth, baseline)]
+    names = [*truth.gradients, *(name for name in found.gradients if name not in truth.gradients)]
+    failed: list[tuple[float, Verdict]] = []
+    parameters = []
+    for name in names:
+        judged, numbers = _gradient(arm, name, found.gradients, truth.gradients, baseline.gradients)
+        status = worst([verdict.status for verdict in judged])
+        parameters.append({"parameter": name, **numbers, "status": status.value})
+        failed += [(numbers["relative_l2"] or math.inf, v) for v in judged if v.status is not Status.PASS]
+    off = [entry["parameter"] for entry in parameters if entry["status"] != Status.PASS.value]
+    status = worst([Status(entry["status"]) for entry in parameters])
+    largest = max(parameters, key=lambda entry: entry["relative_l2"] or 0.0, default=None)
+    verdicts.append(
+        Verdict(
+            claim="every parameter's gradient is Hugging Face's",
+            metric="parameters_off",
+            estimate=float(len(off)),
+            bound=0.0,
+            bound_source="each parameter is judged by itself",
+            n=len(parameters),
+            status=status,
+            evidence={"parameters": off, "largest": largest},
+        )
+    )
+    verdicts += [verdict for _, verdict in sorted(failed, key=lambda pair: -pair[0])[:SHOWN]]
+    return CaseResult(arm=arm, case=case, verdicts=verdicts, parameters=parameters)
+
+
+Gradients = Mapping[str, "Tensor | None"]
+
+
+def _gradient(
+    arm: str, name: str, found: Gradients, truth: Gradients, baseline: Gradients
+) -> tuple[list[Verdict], dict[str, Any]]:
+    claim = f"gradient of {name}"
+    numbers: dict[str, Any] = {"relative_l2": None, "baseline_relative_l2": None}
+    ours, theirs, other = found.get(name), truth.get(name), baseline.get(name)
+    if ours is None and theirs is None:
+        return [gates.single(Status.PASS, f"{claim}: none on either side", "present", "neither has one")], numbers
+    if ours is None or theirs is None or other is None:
+        here = "Hugging Face has one and the face has none" if ours is None else "the face has one, Hugging Face none"
+        return [gates.single(Status.FAIL, f"{claim}: present where it is in Hugging Face", "present", here)], numbers
+    size = float(theirs.norm())
+    if size:
+        numbers = {
+            "relative_l2": float((ours - theirs).norm()) / size,
+            "baseline_relative_l2": float((other - theirs).norm()) / size,
+        }
+    return _judge(arm, claim, ours, theirs, other), numbers
+
+
+def _judge(arm: str, name: str, found: Tensor, expected: Tensor, baseline: Tensor) -> list[Verdict]:
+    if arm == "float32":
+        return gates.floored(found, expected, baseline, name=name)
+    return gates.three_way(found, expected, baseline, rtol=4 * torch.finfo(torch.float32).eps, name=name)
+
+
+def _loss(found: Step, truth: Step, baseline: Step) -> Verdict:
+    error, other = abs(found.loss - truth.loss), abs(baseline.loss - truth.loss)
+    # Two roundings of the dtype's logits, averaged over few tokens, may agree better than either deserves.
+    bound = max(LOSS_SLACK * other, 4 * torch.finfo(torch.float32).eps * abs(truth.loss))
+    if other:
+        bound = max(bound, LOSS_SLACK * _logit_noise(truth, baseline))
+    return Verdict(
+        claim="the loss is Hugging Face's",
+        metric="absolute_error",
+        estimate=error if math.isfinite(error) else None,
+        bound=bound,
+        bound_source=f"{LOSS_SLACK:g} times the baseline's error or the standard error of its logits, or 4 eps",
+        n=1,
+        status=gates.by_value(error, bound),
+        evidence={"loss": found.loss, "hugging_face": truth.loss, "baseline": baseline.loss},
+    )
+
+
+def _logit_noise(truth: Step, baseline: Step) -> float:
+    error = (baseline.logits - truth.logits).pow(2).mean(-1).sqrt()
+    return float(error.mean()) / math.sqrt(error.numel())
+
+
+def checkpoint_verdicts(cls: Any, path: Path) -> list[Verdict]:
+    """Save what was loaded, and let Hugging Face and the serving loader read it; every byte must be as before.
+
+    Args:
+        cls: the training class.
+        path: the checkpoint.
+    """
+    with hf.quiet():
+        face = cls.from_pretrained(path, dtype="auto")
+    with tempfile.TemporaryDirectory() as folder:
+        saved = Path(folder) / "saved"
+        with hf.quiet():
+            face.save_pretrained(saved)
+        return [_same_files(path, saved), _hf_reads(face, saved), _serving_reads(path, saved)]
+
+
+def _exact(claim: str, metric: str, odd: Sequence[str], n: int, **evidence: Any) -> Verdict:
+    return Verdict(
+        claim=claim,
+        metric=metric,
+        estimate=float(len(odd)),
+        bound=0.0,
+        bound_source="moving values changes none",
+        n=n,
+        status=Status.FAIL if odd else Status.PASS if n else Status.NOT_MEASURED,
+        evidence={"differing": list(odd)[:SHOWN], **evidence},
+    )
+
+
+def _same_files(path: Path, saved: Path) -> Verdict:
+    before, after = SafetensorsCheckpoint(path), SafetensorsCheckpoint(saved)
+    tied, dropped = _repeats(path)
+    names = [name for name in before.keys() if name not in dropped]  # noqa: SIM118  no mapping
+    odd = [
+        name
+        for name in names
+        if name not in tied and (name not in after or not same_bytes(before[name][:], after[name][:]))
+    ]
+    odd += [name for name in after.keys() if name not in before]  # noqa: SIM118
+    return _exact("a saved checkpoint holds the tensors that were loaded", "tensors_differing", odd, len(names))
+
+
+def _repeats(path: Path) -> tuple[set[str], set[str]]:
+    """Return names that a save may leave out: tied copies, and tensors that the map drops with a reason."""
+    config = source.load_config(str(path))
+    built = _serving_model(path)
+    weight_map = type(built).weight_map(built.config)
+    plan = weight_map.plan(SafetensorsCheckpoint(path).keys())
+    assert config is not None
+    return set(plan.copies), set(plan.drops) - set(plan.copies)
+
+
+def _hf_reads(face: nn.Module, saved: Path) -> Verdict:
+    theirs = hf.load(saved, next(face.parameters()).dtype, attention="sdpa")
+    ours, other = dict(face.named_parameters(remove_duplicate=False)), theirs.state_dict(keep_vars=True)
+    names = [name for name in other if name in ours]
+    odd = [name for name in names if not same_bytes(ours[name].detach(), other[name].detach())]
+    odd += sorted((ours.keys() ^ other.keys()) - set(names))
+    return _exact("transformers loads it to the same values", "parameters_differing", odd, len(names))
+
+
+def _serving_model(path: Path) -> Any:
+    config = source.load_config(str(path))
+    entry = registry.find(config.architectures or [])
+    assert entry is not None
+    with torch.device("meta"):
+        return entry.load().from_configs(config)
+
+
+def _serving_reads(path: Path, saved: Path) -> Verdict:
+    before, after = _serving_model(path), _serving_model(saved)
+    before.load_weights(path)
+    after.load_weights(saved)
+    wanted, found = dict(before.named_parameters()), dict(after.named_parameters())
+    odd = [name for name in wanted if name not in found or not same_bytes(wanted[name].detach(), found[name].detach())]
+    return _exact("the serving loader reads it to the same values", "parameters_differing", odd, len(wanted))

@@ -353,8 +353,8 @@ class _Checker:
         found = []
         for one in (self.one, self.definition):
             arguments = _copies(case.arguments)
-            leaves = {
-                name: value.requires_grad_()
+            leaves = {  # 0 times the NaN of a page that nobody owns would be the gradient of everything
+                name: value.nan_to_num_().requires_grad_()
                 for name, value in arguments.items()
                 if isinstance(value, Tensor) and value.dtype == torch.float32
             }

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint import (
     FileSystemReader,
     FileSystemWriter,
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint import (
 
 from pilotage.core import store
 from pilotage.core.errors import WeightError
-from pilotage.training.engine import Engine
+from pilotage.training.engine import Engine, local
 from pilotage.training.mesh import Mesh
 
 _NAME = re.compile(r"step-(\d{8})")
@@ -92,7 +92,7 @@ def save(
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
         _wait(mesh)
-        weights = {rename(name): value for name, value in _owned(engine).items()}
+        weights = {rename(name): value for name, value in _as_stored(engine, _owned(engine)).items()}
         names = _all_names(weights, mesh)
         _save(
             weights,
@@ -125,19 +125,29 @@ def load(
     Raises:
         WeightError: it lacks a tensor.
     """
-    weights = {rename(_name(engine, name)): value.detach() for name, value in engine.parameters().items()}
-    # The moments are in files of another kind below.
-    _load(weights, HuggingFaceStorageReader(str(path)), path)
+    _load_weights(path, engine, rename)
     _make_moments(engine, optimizer)
     _load(_moments(engine, optimizer, saving=False), FileSystemReader(path / OPTIMIZER), path / OPTIMIZER)
     found: dict[str, Any] = store.read_json(path / STATE)
     return found
 
 
-def load_weights(path: Path, engine: Engine) -> None:
-    """Read the weights of a Hugging Face checkpoint alone, each process its share."""
-    weights = {_name(engine, name): value.detach() for name, value in engine.parameters().items()}
-    _load(weights, HuggingFaceStorageReader(str(path)), path)
+def _load_weights(path: Path, engine: Engine, rename: Callable[[str], str]) -> None:
+    own = {_name(engine, name): value.detach() for name, value in engine.parameters().items()}
+    stored = _as_stored(engine, own)
+    # Most of these are the parameters' own memory; what is not is put there after reading.
+    _load({rename(name): value for name, value in stored.items()}, HuggingFaceStorageReader(str(path)), path)
+    adapter = getattr(engine.model, "state_dict_adapter", None)
+    if adapter is not None:
+        for name, value in adapter.from_hf(stored).items():
+            if name in own:
+                local(own[name]).copy_(local(value))
+
+
+def _as_stored(engine: Engine, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a checkpoint calls these parameters; experts, which some keep one by one, are a tensor each then."""
+    adapter = getattr(engine.model, "state_dict_adapter", None)
+    return dict(own) if adapter is None else dict(adapter.to_hf(own))
 
 
 def prune(out: Path, keep: int) -> None:
@@ -241,8 +251,3 @@ def _to_disk(path: Path, *, deep: bool = True) -> None:
 def _wait(mesh: Mesh) -> None:
     if mesh.devices is not None:
         dist.barrier()
-
-
-def trainable_bytes(model: nn.Module) -> int:
-    """Count the bytes of trainable parameters that this process holds."""
-    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

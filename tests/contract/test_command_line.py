@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 PILOTAGE = Path(sys.executable).with_name("pilotage")
-VERBS = ["diff", "new", "weights", "smoke", "validate", "bench", "onboard", "doctor", "report", "compare", "invariance"]
+VERBS = [
+    *("diff", "new", "weights", "smoke", "validate", "bench", "onboard", "doctor", "report", "compare", "invariance"),
+    *("train", "consistency"),
+]
 
 
 def run(*args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
@@ -53,6 +56,8 @@ def test_help_imports_neither_torch_nor_vllm(verb: str) -> None:
         ["report", "/no/such/run"],
         ["compare", "/no/such/run", "/no/other"],
         ["invariance", "/no/such/model"],
+        ["train", "/no/such/recipe.yaml"],
+        ["consistency", "/no/such/model"],
         ["weights"],
         ["no-such-verb"],
     ],

@@ -201,3 +201,22 @@ def test_from_four_processes_to_one_and_back(tiny: Callable[..., Path], tmp_path
 
 def last(rank: int, model: Path, out: Path) -> None:
     train(recipe(model, out, parallel={"tp": 2, "pp": 2}))
+
+
+@pytest.mark.slow
+def test_experts_are_saved_one_by_one_from_any_mesh(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    """Parameters stack experts, checkpoints do not: dealt out, then sharded, then in one process."""
+    from transformers import AutoModelForCausalLM
+
+    model = tiny("qwen3_moe")
+    train(recipe(model, tmp_path / "straight" / "run"))
+    out = tmp_path / "legs" / "run"
+    run(two_legs, 2, tmp_path, model, out)
+    train(recipe(model, out))
+    close(out, tmp_path / "straight" / "run")
+    _, info = AutoModelForCausalLM.from_pretrained(checkpoint.directory(out, STEPS), output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+def two_legs(rank: int, model: Path, out: Path) -> None:
+    legs(rank, model, out, [{"tp": 2, "ep": 2}, {"dp": 2}])

@@ -10,6 +10,7 @@ Where the real packages are installed they keep their names, and kernels go to t
 from __future__ import annotations
 
 from pilotage.kernels.nki import isa, language
+from pilotage.kernels.nki.estimate import Estimate, estimate
 from pilotage.kernels.nki.faults import NkiValidationError
 from pilotage.kernels.nki.launch import Kernel, jit, simulate, simulating
 from pilotage.kernels.nki.names import install, real, uninstall
@@ -18,8 +19,10 @@ if simulating():
     install()
 
 __all__ = [
+    "Estimate",
     "Kernel",
     "NkiValidationError",
+    "estimate",
     "install",
     "isa",
     "jit",

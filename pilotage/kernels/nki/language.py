@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pilotage.kernels.nki import session
-from pilotage.kernels.nki.dtypes import (
+from pilotage.kernels.nki.dtypes import (  # noqa: F401  the types are names of the language
     DType,
     bfloat16,
     bool_,
@@ -48,7 +48,6 @@ from pilotage.kernels.nki.isa.registers import VirtualRegister
 from pilotage.kernels.nki.memory import MemoryRegion, Storage, allocate, region, wrap
 from pilotage.kernels.nki.operators import OPERATORS, Op, quiet
 from pilotage.kernels.nki.tensor import NkiTensor
-from pilotage.kernels.nki.views import ds
 
 sbuf, psum = MemoryRegion.sbuf, MemoryRegion.psum
 private_hbm, shared_hbm = MemoryRegion.private_hbm, MemoryRegion.shared_hbm

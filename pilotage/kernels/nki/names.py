@@ -1,6 +1,6 @@
 """The import names `nki` and `neuronxcc.nki`, taken only where the real packages are absent.
 
-The finder stands last in `sys.meta_path`: it is asked when nobody else has the name, so an installed package always wins.
+The finder stands last in `sys.meta_path`: it is asked when nobody else has the name, so an installed package wins.
 """
 
 from __future__ import annotations

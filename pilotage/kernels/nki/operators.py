@@ -113,6 +113,10 @@ def _fold(pair: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return reducer
 
 
+def _truth_over(reducer: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda values, axis, **kwargs: reducer(values, axis=axis).astype(np.float32)
+
+
 def _subtract_all(values: Array, axis: Any, **kwargs: Any) -> Array:
     return _fold(np.subtract)(values, axis)
 
@@ -137,8 +141,8 @@ _BINARY = [
     Op("greater_equal", 2, _truth(np.greater_equal), alu=True),
     Op("less", 2, _truth(np.less), alu=True),
     Op("less_equal", 2, _truth(np.less_equal), alu=True),
-    Op("logical_and", 2, _truth(np.logical_and), alu=True, reduction=lambda v, axis, **k: np.all(v, axis=axis).astype(_F), identity=1.0),
-    Op("logical_or", 2, _truth(np.logical_or), alu=True, reduction=lambda v, axis, **k: np.any(v, axis=axis).astype(_F), identity=0.0),
+    Op("logical_and", 2, _truth(np.logical_and), alu=True, reduction=_truth_over(np.all), identity=1.0),
+    Op("logical_or", 2, _truth(np.logical_or), alu=True, reduction=_truth_over(np.any), identity=0.0),
     Op("logical_xor", 2, _truth(np.logical_xor), alu=True, reduction=_fold(_truth(np.logical_xor)), identity=0.0),
     Op("bitwise_and", 2, np.bitwise_and, alu=True, bitvec=True, reduction=np.bitwise_and.reduce, identity=-1),
     Op("bitwise_or", 2, np.bitwise_or, alu=True, bitvec=True, reduction=np.bitwise_or.reduce, identity=0),
@@ -185,8 +189,16 @@ _UNARY = [
 OPERATORS = {one.name: one for one in (*_BINARY, *_UNARY)}
 # The polynomial of the scalar engine's sine is not public and wrong beyond pi, so what it gives there is poison here.
 ON_SCALAR_ENGINE = {"sin": _sin_on_engine}
-_SYNONYMS = {"max": "maximum", "min": "minimum", "sum": "add", "prod": "multiply", "mul": "multiply", "true_divide": "divide",
-             "absolute": "abs", "amax": "maximum", "amin": "minimum"}  # fmt: skip
+_SYNONYMS = {
+    "max": "maximum",
+    "min": "minimum",
+    "sum": "add",
+    "prod": "multiply",
+    "true_divide": "divide",
+    "absolute": "abs",
+    "amax": "maximum",
+    "amin": "minimum",
+}
 
 
 def operator(asked: Any, *, what: str = "op") -> Op:

@@ -171,7 +171,7 @@ class NkiTensor(Views, Arithmetic):
             lane = self.storage.lane * self.storage.dtype.itemsize // wanted.itemsize
             if strides[0] != lane:
                 fault(
-                    f"partition stride {strides[0]} of an access pattern on {self!r}, whose partitions are {lane} apart",
+                    f"an access pattern strides {strides[0]} over the partitions of {self!r}, {lane} apart",
                     do="every partition must be read: use its free size as the first stride",
                 )
         return self._like(shape, strides, base + int(offset or 0), dtype=wanted, dynamic=dynamic, par=0)

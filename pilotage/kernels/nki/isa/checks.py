@@ -24,7 +24,7 @@ def tile(instruction: str, name: str, value: Any, *, where: tuple[MemoryRegion, 
     allowed = where or (MemoryRegion.sbuf, MemoryRegion.psum)
     if value.buffer not in allowed:
         fault(
-            f"{instruction}: {name} is in {value.buffer.value}, and must be in {' or '.join(one.value for one in allowed)}",
+            f"{instruction}: {name} is in {value.buffer.value}, not in {' or '.join(one.value for one in allowed)}",
             do="copy it there first",
         )
     if value.dynamic is not None and value.dynamic.kind == "vector":

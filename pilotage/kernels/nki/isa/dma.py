@@ -212,7 +212,8 @@ def dma_compute(
             data = next((one for one in sources if _rows(one)), None)
         if data is None:
             fault("dma_compute: both sources have run-time rows")
-        _check_unique(dst if _rows(dst) else data)
+        if _rows(dst):
+            _check_unique(dst)
         _move(dst, data, oob_mode, OPERATORS["add"])
     else:
         total = sum(one.read32().reshape(dst.shape) for one in sources)
@@ -224,5 +225,5 @@ def dma_compute(
 def _check_unique(view: NkiTensor) -> None:
     rows = view.dynamic.index.read().reshape(-1)[: view.shape[0]].astype(np.int64)
     inside = rows[(rows >= 0) & (rows < view.dynamic.limit)]
-    if len(np.unique(inside)) != len(inside) and view.buffer is not MemoryRegion.sbuf:
+    if len(np.unique(inside)) != len(inside):
         fault("dma_compute: two rows have the same run-time index", do="only unique indices are supported")

@@ -185,7 +185,7 @@ def nonzero_with_count(
 
 
 def topk(val_dst: Any, idx_dst: Any, src: Any, n: int, name: Any = None) -> None:
-    """Find the K largest of the `n` values that every 16 partitions hold column by column, ascending, with positions."""
+    """Find the K largest of the `n` values that 16 partitions hold column by column, ascending, with positions."""
     what = "topk"
     val_dst, idx_dst, src = (
         checks.tile(what, label, one, where=_SBUF)

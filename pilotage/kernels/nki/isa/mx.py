@@ -91,7 +91,7 @@ def nc_matmul_mx(
 
 
 def quantize_mx(dst: Any, src: Any, dst_scale: Any, name: Any = None) -> None:
-    """Quantise to packed 8-bit floats: each group of 32 divided by 2^(floor(log2(largest)) - (largest exponent - 1))."""
+    """Quantise to packed 8-bit floats: groups of 32 over 2^(floor(log2(largest)) - (largest exponent - 1))."""
     what = "quantize_mx"
     checks.needs(what, nc_version.gen4)
     dst, src, dst_scale = (

@@ -113,7 +113,7 @@ def _put(dst: NkiTensor, result: Array, accumulate: bool | None) -> None:
     written = np.count_nonzero(states)
     if accumulate and written < dst.size:
         fault(
-            f"nc_matmul accumulates onto {dst!r}, of which {dst.size - written} elements were never written by a matmul",
+            f"nc_matmul accumulates onto {dst!r}, of which {dst.size - written} elements no matmul ever wrote",
             do="accumulate=False (or leave it out) on the first one",
         )
     if not written:
@@ -121,12 +121,12 @@ def _put(dst: NkiTensor, result: Array, accumulate: bool | None) -> None:
         return
     before = dst.read()
     dirty = states == BY_ENGINE
-    if dirty.any() and np.any(before[dirty].astype(np.float32) != 0):
-        if session.core().launch.generation.version < nc_version.gen4:
-            fault(
-                f"nc_matmul accumulates onto values that another engine put into {dst!r}; that is undefined before gen4",
-                do="add them afterwards, or use a fresh PSUM tile",
-            )
+    old = session.core().launch.generation.version < nc_version.gen4
+    if old and dirty.any() and np.any(before[dirty].astype(np.float32) != 0):
+        fault(
+            f"nc_matmul accumulates onto values that another engine put into {dst!r}, which is undefined before gen4",
+            do="add them afterwards, or use a fresh PSUM tile",
+        )
     with quiet():
         total = before.astype(np.float32) + result
     dst.write(total if written == dst.size else np.where(states == UNWRITTEN, result, total), BY_MATMUL)
@@ -221,9 +221,9 @@ def nc_transpose(dst: Any, data: Any, engine: Any = engine.unknown, dtype: Any =
         fault(f"nc_transpose of {data.shape} on the {chosen} engine, which takes [{most}, {most}]", do="tile it")
     if (dst.shape[0], dst.per_partition) != (data.per_partition, data.shape[0]):
         fault(f"nc_transpose of {data.shape} into {dst.shape}")
-    if dst.dtype != data.dtype and not session.core().launch.legacy:
-        if not (str(data.dtype).startswith("float8") and dst.dtype.itemsize == 2):
-            fault(f"nc_transpose of {data.dtype!r} into {dst.dtype!r}", do="the types must be equal")
+    widened = str(data.dtype).startswith("float8") and dst.dtype.itemsize == 2
+    if dst.dtype != data.dtype and not widened and not session.core().launch.legacy:
+        fault(f"nc_transpose of {data.dtype!r} into {dst.dtype!r}", do="the types must be equal")
     flat = data.read().reshape(data.shape[0], -1)
     dst.write(convert(flat.T, dst.dtype).reshape(dst.shape), BY_MATMUL if chosen == "tensor" else BY_ENGINE)
     ledger = session.core().ledger

@@ -439,7 +439,7 @@ def bn_aggr(dst: Any, data: Any, dtype: Any = None, name: Any = None) -> None:
 
 
 def nc_stream_shuffle(dst: Any, src: Any, shuffle_mask: Any, dtype: Any = None, name: Any = None) -> None:
-    """Copy between the partitions of each quadrant of 32: partition i from partition shuffle_mask[i] (255: leave it)."""
+    """Copy within each quadrant of 32 partitions: partition i from partition shuffle_mask[i] (255: leave it)."""
     what = "nc_stream_shuffle"
     dst, src = checks.tile(what, "dst", dst), checks.tile(what, "src", src)
     mask = [int(one) for one in shuffle_mask]

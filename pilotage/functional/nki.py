@@ -1,0 +1,325 @@
+"""Our NKI kernels as implementations of the operators: on a NeuronCore, or on the CPU where NKI_SIMULATOR=1 is set.
+
+What depends on page tables and request boundaries is turned into rows and bounds by plain torch in the graph; the
+kernels see tensors only. Each wrapped kernel's fallback computes the same from the same arguments.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import pilotage.functional.attention
+import pilotage.functional.moe
+import pilotage.functional.norm
+import pilotage.functional.projections
+import pilotage.functional.rotary  # noqa: F401  the operators exist before implementations of them register
+from pilotage.functional.attention import _accumulate, _finish
+from pilotage.functional.domain import Domain, Emulator, Limit
+from pilotage.functional.moe import expert_affinities
+from pilotage.functional.projections import ACTIVATIONS, activation_function
+from pilotage.functional.registry import Call, register
+from pilotage.functional.rotary import _rotate
+from pilotage.kernels.nki import library, simulating
+from pilotage.kernels.wrap import wrap_nki
+
+_PADDED_QUERY, _PADDED_KEY = -2, -1
+_PRIORITY = 30
+
+
+def _fallback_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def _fallback_rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool, round_once: bool) -> Tensor:
+    normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    if unit_offset:
+        return (normed * (1.0 + weight.float())).to(x.dtype)
+    return (weight.float() * normed).to(x.dtype) if round_once else weight * normed.to(x.dtype)
+
+
+def _fallback_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return _rotate(q, cos[:, None], sin[:, None]), _rotate(k, cos[:, None], sin[:, None])
+
+
+def _fallback_mlp(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    gate, up = F.linear(x, gate_up_weight, gate_up_bias).chunk(2, dim=-1)
+    return F.linear(activation_function(activation)(gate) * up, down_weight, down_bias)
+
+
+def _fallback_flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    visible = (queries[:, :1] == keys[:1]) & (keys[1:] <= queries[:, 1:])
+    if window:
+        visible = visible & (keys[1:] + window > queries[:, 1:])
+    state = _accumulate(None, q, k[None], v[None], visible[None], scale, softcap or None)
+    return _finish(state, sinks, q)
+
+
+def _fallback_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: Tensor,
+    bounds: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+) -> Tensor:
+    _, heads, slots, size = k_cache.shape
+    every = rows[:, :, None] + torch.arange(heads, device=rows.device) * slots
+    k, v = (cache.reshape(-1, size)[every] for cache in (k_cache, v_cache))
+    at = torch.arange(rows.shape[1], device=rows.device)
+    visible = (at >= bounds[:, :1]) & (at < bounds[:, 1:])
+    state = _accumulate(None, q[:, None], k, v, visible[:, None], scale, softcap or None)
+    return _finish(state, sinks, q[:, None])[:, 0]
+
+
+def _fallback_write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> None:
+    size = k_cache.shape[-1]
+    kept = rows >= 0
+    safe = torch.where(kept, rows, 0).long()
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        flat = cache.view(-1, size)
+        flat[safe] = torch.where(kept[..., None], new.to(cache.dtype), flat[safe])
+
+
+def _fallback_router(
+    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, rule: str, renormalize: bool
+) -> Tensor:
+    return expert_affinities(F.linear(x, weight, bias), top_k=top_k, rule=rule, renormalize=renormalize)
+
+
+_LINEAR = wrap_nki(library.linear, _fallback_linear, name="nki_linear")
+_NORM = wrap_nki(library.rms_norm, _fallback_rms_norm, name="nki_rms_norm")
+_ROTARY = wrap_nki(library.rotary, _fallback_rotary, name="nki_rotary")
+_MLP = wrap_nki(library.mlp, _fallback_mlp, name="nki_mlp")
+_FLASH = wrap_nki(library.flash_attention, _fallback_flash, name="nki_flash_attention")
+_DECODE = wrap_nki(library.attention_decode, _fallback_decode, name="nki_attention_decode")
+_WRITE = wrap_nki(library.write_kv, _fallback_write, name="nki_write_kv", mutates_args=("k_cache", "v_cache"))
+_ROUTER = wrap_nki(library.router, _fallback_router, name="nki_router")
+
+
+def _rms_norm(x: Tensor, weight: Tensor, *, eps: float, unit_offset: bool = False, round_once: bool = False) -> Tensor:
+    return _NORM(x.reshape(-1, x.shape[-1]), weight, eps, unit_offset, round_once).reshape(x.shape)
+
+
+def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    flat = [one.expand(*q.shape[:-2], one.shape[-1]).reshape(-1, one.shape[-1]) for one in (cos, sin)]
+    turned = _ROTARY(q.reshape(-1, *q.shape[-2:]), k.reshape(-1, *k.shape[-2:]), *flat)
+    return turned[0].reshape(q.shape), turned[1].reshape(k.shape)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _LINEAR(x.reshape(-1, x.shape[-1]), weight, bias).reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _qkv_proj(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    return _linear(x, weight, bias).split(sizes, dim=-1)
+
+
+def _mlp(
+    x: Tensor,
+    gate_up_weight: Tensor,
+    down_weight: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    activation: str,
+) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    return _MLP(flat, gate_up_weight, down_weight, gate_up_bias, down_bias, activation).reshape(x.shape)
+
+
+def _write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *, slot_mapping: Tensor) -> None:
+    _, heads, slots, _ = k_cache.shape
+    first = slot_mapping // slots * (heads * slots) + slot_mapping % slots
+    rows = first[:, None] + torch.arange(heads, device=first.device) * slots
+    _WRITE(k_cache, v_cache, k, v, torch.where(slot_mapping[:, None] >= 0, rows, -1).to(torch.int32))
+
+
+def _flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    token_to_req: Tensor,
+    positions: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    real = torch.arange(q.shape[0], device=q.device) < query_start_loc[-1]
+    queries = torch.stack((torch.where(real, token_to_req, _PADDED_QUERY), positions), dim=1).float()
+    keys = torch.stack((torch.where(real, token_to_req, _PADDED_KEY), positions)).float()
+    return _FLASH(q, k, v, queries, keys, None if sinks is None else sinks.float(), scale, window or 0, softcap or 0.0)
+
+
+def _attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    block_table: Tensor,
+    token_to_req: Tensor,
+    positions: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor:
+    pages, heads, slots, _ = k_cache.shape
+    owned = block_table[token_to_req].clamp(0, pages - 1)  # what belongs to nobody may be anything
+    rows = (owned[:, :, None] * (heads * slots) + torch.arange(slots, device=q.device)).flatten(1).to(torch.int32)
+    real = torch.arange(q.shape[0], device=q.device) < query_start_loc[-1]
+    last = torch.where(real, positions, 0).float() + 1
+    first = torch.zeros_like(last) if window is None else (last - window).clamp(min=0)
+    bounds = torch.stack((first, last), dim=1)
+    floats = None if sinks is None else sinks.float()
+    return _DECODE(q, k_cache, v_cache, rows, bounds, floats, scale, softcap or 0.0)
+
+
+def _router(
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    top_k: int,
+    rule: str,
+    renormalize: bool = False,
+    router_logits_override: Tensor | None = None,
+) -> Tensor:
+    flat = hidden_states.reshape(-1, hidden_states.shape[-1])
+    out = _ROUTER(flat, weight, bias, top_k, rule, renormalize)
+    return out.reshape(*hidden_states.shape[:-1], weight.shape[0])
+
+
+_EMULATOR = Emulator(name="the NKI interpreter", how="NKI_SIMULATOR=1", active=simulating)
+_DTYPES = (torch.float32, torch.bfloat16)
+_ROW = Limit(at_most=8192, why="a row lies in one partition of SBUF, with what is made of it")
+
+
+def _domain(*tensors: str, limits: dict[str, Limit], **more: object) -> Domain:
+    return Domain(targets=("neuron",), dtypes=_DTYPES, one_dtype=tensors, limits=limits, emulator=_EMULATOR, **more)  # type: ignore[arg-type]
+
+
+def _one_shape_of_angles(call: Call) -> str | None:
+    odd = call["cos"].shape[-1] % 2
+    return f"{call['cos'].shape[-1]} channels turn, and they turn in pairs" if odd else None
+
+
+def _no_override(call: Call) -> str | None:
+    return None if call["router_logits_override"] is None else "the logits come from elsewhere"
+
+
+_ATTENTION = {
+    "H": Limit(at_most=512, why="values of a tile fill one bank of PSUM"),
+    "N//K": Limit(at_most=128, why="query heads that share a key head are the rows of one tile"),
+}
+register(
+    "rms_norm", "nki", _rms_norm, domain=_domain("x", "weight", limits={"D": _ROW}), priority=_PRIORITY, language="NKI"
+)
+register(
+    "rotary",
+    "nki",
+    _rotary,
+    domain=_domain("q", "k", "cos", "sin", limits={"N*H": _ROW, "K*H": _ROW}, other=_one_shape_of_angles),
+    priority=_PRIORITY,
+    language="NKI",
+)
+for _name, _function in (("qkv_proj", _qkv_proj), ("o_proj", _linear)):
+    register(
+        _name,
+        "nki",
+        _function,
+        domain=_domain("x", "weight", "bias", limits={"D": _ROW}, error=2.0),
+        priority=_PRIORITY,
+        language="NKI",
+    )
+register(
+    "mlp",
+    "nki",
+    _mlp,
+    domain=_domain(
+        "x",
+        "gate_up_weight",
+        "down_weight",
+        "gate_up_bias",
+        "down_bias",
+        limits={"D": _ROW, "F": _ROW},
+        options={
+            "activation": tuple(one for one in ACTIVATIONS if one in ("silu", "gelu", "gelu_pytorch_tanh", "relu"))
+        },
+        error=2.0,
+    ),
+    priority=_PRIORITY,
+    language="NKI",
+)
+register(
+    "write_kv",
+    "nki",
+    _write_kv,
+    domain=_domain("k", "v", limits={"H": _ROW}),
+    priority=_PRIORITY,
+    language="NKI",
+)
+register(
+    "flash_attention",
+    "nki",
+    _flash_attention,
+    domain=_domain(
+        "q", "k", "v", limits={**_ATTENTION, "T": Limit(at_most=4096, why="the keys of a head stay in SBUF")}
+    ),
+    priority=_PRIORITY,
+    language="NKI",
+)
+register(
+    "attention_decode",
+    "nki",
+    _attention_decode,
+    domain=_domain("q", "k_cache", "v_cache", limits=_ATTENTION, options={"k_scale": (None,), "v_scale": (None,)}),
+    priority=_PRIORITY,
+    language="NKI",
+)
+register(
+    "router",
+    "nki",
+    _router,
+    domain=_domain(
+        "hidden_states",
+        "weight",
+        "bias",
+        limits={
+            "D": _ROW,
+            "E": Limit(at_least=8, at_most=512, why="the vector engine searches 8 at least, PSUM holds 512"),
+        },
+        options={"rule": ("softmax_topk", "topk_softmax")},
+        other=_no_override,
+        error=2.0,
+    ),
+    priority=_PRIORITY,
+    language="NKI",
+)

@@ -48,6 +48,7 @@ from pilotage.kernels.nki.isa.registers import VirtualRegister
 from pilotage.kernels.nki.memory import MemoryRegion, Storage, allocate, region, wrap
 from pilotage.kernels.nki.operators import OPERATORS, Op, quiet
 from pilotage.kernels.nki.tensor import NkiTensor
+from pilotage.kernels.nki.views import ds  # noqa: F401  a name of the language
 
 sbuf, psum = MemoryRegion.sbuf, MemoryRegion.psum
 private_hbm, shared_hbm = MemoryRegion.private_hbm, MemoryRegion.shared_hbm

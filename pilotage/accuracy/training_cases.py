@@ -163,7 +163,7 @@ def hugging_face(path: Path, dtype: torch.dtype, attention: str) -> Any:
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
-    return model.train()
+    return model.requires_grad_(True).train()
 
 
 def ours(cls: Any, path: Path, dtype: torch.dtype, attention: str | None = None) -> Any:

@@ -228,3 +228,45 @@ def test_contexts_survive_what_fully_shard_does_to_arguments() -> None:
 
     context = DenseContext(Config(), {}, positions=torch.zeros(1, 3), input_ids=None)
     assert _apply_to_tensors(lambda tensor: tensor.bfloat16(), (context,))[0] is context
+
+
+def test_attention_goes_through_transformers_functions(tiny: Tiny) -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+
+    from pilotage.core.errors import Unsupported
+
+    seen: list[tuple[int, float, bool]] = []
+
+    def counted(module: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append((module.layer_idx, kwargs["scaling"], kwargs["sliding_window"] is not None))
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    AttentionInterface.register("counted", counted)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("counted", sdpa_mask)
+    ours = our_face(tiny("gemma3"))
+    given = batch(ours.config.pad_token_id)
+    wanted = ours(**given).logits
+    ours.set_attn_implementation("counted")
+    assert torch.equal(ours(**given).logits, wanted)
+    windows = [kind == "sliding_attention" for kind in ours.config.layer_types]
+    assert [(index, window) for index, _, window in seen] == list(enumerate(windows))
+    bounded = our_face(tiny("gemma2"))
+    assert bounded.config._attn_implementation == "eager"
+    bounded.config._attn_implementation = "sdpa"
+    with pytest.raises(Unsupported, match="ignores a bound"):
+        bounded(**given)
+
+
+@pytest.mark.slow  # transformers compiles it
+def test_flex_attention_computes_the_same(tiny: Tiny) -> None:
+    from pilotage.models.common import BackendConfig
+
+    path = tiny("gemma3")
+    given = {key: value for key, value in batch(0).items() if key != "labels"}
+    with torch.no_grad():
+        wanted = our_face(path).eval()(**given, use_cache=False).logits
+        found = our_face(path, backend=BackendConfig(attn="flex")).eval()(**given, use_cache=False).logits
+    real = given["attention_mask"].bool()
+    torch.testing.assert_close(found[real], wanted[real], rtol=0, atol=3e-5)

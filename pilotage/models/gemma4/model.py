@@ -71,14 +71,14 @@ class Gemma4Attention(GroupedQueryAttention):
         """The projections of the layer's input that it has, of q, k and v in this order."""
         return [getattr(self, name) for name in ("q_proj", "k_proj", "v_proj") if hasattr(self, name)]
 
-    def forward(self, x: Tensor, rope: Rope, ctx: Any, earlier: dict[str, tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, ctx: Any, earlier: Any) -> Tensor:
         """Attend: x [..., D] -> [..., D].
 
         Args:
             x: normalised rows.
             rope: cos and sin of the layer's kind.
             ctx: the attention context.
-            earlier: by kind of layer, keys and values of this step; read by layers without their own, else written.
+            earlier: `KeysAndValues` of this step; read by layers without their own, else written.
         """
         q, *own = (y.unflatten(-1, (-1, self.head_size)) for y in project(x, *self.projections()))
         q = self.q_norm(tap(f"{self.name}.q", q))
@@ -92,6 +92,19 @@ class Gemma4Attention(GroupedQueryAttention):
             v = tap(f"{self.name}.v_norm", _plain_norm(v, self.eps))
             earlier[self.kind] = (k, v)
         return self.attend(q, k, v, ctx)
+
+
+class KeysAndValues:
+    """Keys and values of a step by kind of layer; no dictionary, of which `fully_shard` hands each layer a copy."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def __getitem__(self, kind: str) -> tuple[Tensor, Tensor]:
+        return self._found[kind]
+
+    def __setitem__(self, kind: str, states: tuple[Tensor, Tensor]) -> None:
+        self._found[kind] = states
 
 
 class Gemma4Router(nn.Module):
@@ -150,7 +163,7 @@ class Gemma4DecoderLayer(nn.Module):
         x: Tensor,
         rope: Rope,
         ctx: Any,
-        earlier: dict[str, tuple[Tensor, Tensor]],
+        earlier: Any,
         per_layer_input: Tensor | None = None,
     ) -> Tensor:
         """x [..., D] -> [..., D]; per_layer_input [..., P], `earlier`: see `Gemma4Attention`."""
@@ -189,7 +202,7 @@ class Gemma4Backbone(DecoderBackbone):
     def forward(self, x: Tensor, positions: Tensor, ctx: Any) -> Tensor:
         """Run the layers: embedded tokens x [..., D] and positions [...] -> normalised hidden states [..., D]."""
         tables = {kind: NF.rope_table(positions, frequencies, x.dtype) for kind, frequencies in self.rope.items()}
-        earlier: dict[str, tuple[Tensor, Tensor]] = {}
+        earlier = KeysAndValues()
         inputs = self.per_layer_inputs(x, ctx["input_ids"]) if self.per_layer_size else None
         for index, (layer, kind) in enumerate(zip(self.layers, self.layer_types, strict=True)):
             x = layer(x, tables[kind], ctx, earlier, None if inputs is None else inputs[..., index, :])

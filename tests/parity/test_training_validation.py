@@ -1,0 +1,116 @@
+"""`pilotage validate --train`: it passes what is right, and names the parameter where it is not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pilotage.accuracy import training, training_cases
+from pilotage.accuracy.training_cases import Step
+from pilotage.core.nouns import Status
+from pilotage.models.llama3.hf import LlamaForCausalLM
+
+Tiny = Callable[..., Path]
+
+
+def step(**changed: Any) -> Step:
+    generator = torch.Generator().manual_seed(0)
+    gradients = {name: torch.randn(6, 5, generator=generator) for name in ("embed", "norm", "head")}
+    found = Step(logits=torch.randn(7, 9, generator=generator), loss=2.5, gradients=dict(gradients))
+    for name, value in changed.items():
+        if name in gradients:
+            found.gradients[name] = value
+        else:
+            setattr(found, name, value)
+    return found
+
+
+def failing(found: Step) -> list[str]:
+    result = training.compare("float32", "case", found, step(), step())
+    return [entry["parameter"] for entry in result.parameters if entry["status"] == "fail"]
+
+
+def test_a_gradient_that_is_halved_lost_or_new_is_named() -> None:
+    right = step().gradients["embed"]
+    assert right is not None
+    assert failing(step()) == []
+    assert failing(step(embed=right * 0.5)) == ["embed"]
+    assert failing(step(embed=None)) == ["embed"]
+    assert failing(step(embed=right.masked_fill(torch.arange(6)[:, None] == 3, float("nan")))) == ["embed"]
+    extra = step()
+    extra.gradients["more"] = torch.ones(2, 2)
+    assert failing(extra) == ["more"]
+    assert training.compare("float32", "case", step(loss=2.6), step(), step()).status is Status.FAIL
+    assert training.compare("float32", "case", step(), step(), step()).status is Status.PASS
+
+
+class LosesAPath(LlamaForCausalLM):
+    """The first norm passes no gradient on: the embedding keeps the residual path only."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model.layers[0].input_layernorm.register_forward_pre_hook(lambda norm, args: (args[0].detach(),))
+
+
+class DividesByItsOwnTokens(LlamaForCausalLM):
+    """Micro-batches are averaged, each by its own number of tokens."""
+
+    def forward(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if num_items_in_batch is not None:
+            output.loss = output.loss / len(training_cases.MICRO_BATCHES)
+        return output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cls", "cases", "parameters"),
+    [(LosesAPath, 5, {"model.embed_tokens.weight"}), (DividesByItsOwnTokens, 1, None)],
+)
+def test_planted_faults_fail_where_they_are(
+    cls: type[nn.Module], cases: int, parameters: set[str] | None, tiny: Tiny
+) -> None:
+    found = training.validate_training(str(tiny("llama3")), arms=("float32",), compiled=False, training_class=cls)
+    bad = [case for case in found.cases if case.status is Status.FAIL]
+    assert len(bad) == cases
+    for case in bad if parameters is not None else []:
+        assert {entry["parameter"] for entry in case.parameters if entry["status"] == "fail"} == parameters
+        assert all(v.status is Status.PASS for v in case.verdicts if v.metric == "absolute_error")
+    assert parameters is not None or bad[0].case == "accumulation over micro-batches"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["llama3", "qwen2", "qwen3", "gemma3", "gemma2", "gemma4", "mistral", "mixtral", "qwen3_moe", "gpt_oss"]
+)
+def test_every_face_passes_in_both_dtypes(name: str, tiny: Tiny) -> None:
+    found = training.validate_training(str(tiny(name)), compiled=name in ("llama3", "gemma3"))
+    bad = [verdict for case in found.cases for verdict in case.verdicts if verdict.status is Status.FAIL]
+    assert not bad, bad[0]
+    assert all(verdict.status is Status.PASS for verdict in found.verdicts), found.verdicts
+
+
+def test_the_command_prints_json_and_leaves_with_its_code(tiny: Tiny) -> None:
+    command = [sys.executable, "-m", "pilotage", "validate", "--train", str(tiny("llama3")), "--arm", "float32"]
+    done = subprocess.run([*command, "--eager", "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["status"] == "pass" and result["training_class"].endswith("llama3.hf.LlamaForCausalLM")
+    assert {case["case"] for case in result["cases"]} == {
+        "padding on the left",
+        "padding on the right",
+        "packed sequences",
+        "gradient checkpointing",
+        "accumulation over micro-batches",
+    }
+    assert all(len(case["parameters"]) == 39 for case in result["cases"])
+    wrong = subprocess.run([*command, "--level", "2"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2 and "--level --train" in wrong.stderr

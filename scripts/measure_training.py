@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-ROWS, LENGTH = 1, 128
+ROWS, LENGTH = 1, 64
 SHAPE = {
     "vocab_size": 32000,
     "hidden_size": 768,
@@ -112,25 +112,24 @@ def measure(dtype: str, pairs: int, warm: int) -> dict[str, Any]:
     """Time both arms in turn."""
     built = {name: build(getattr(torch, dtype)) for name, build in ARMS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ARMS}
+    worked: dict[str, list[float]] = {name: [] for name in ARMS}
     losses: dict[str, list[float]] = {name: [] for name in ARMS}
     for number in range(warm + pairs):
         names = list(ARMS) if number % 2 else list(reversed(ARMS))
         for name in names:
-            began = time.perf_counter()
+            began, busy = time.perf_counter(), time.process_time()
             losses[name].append(built[name][0](number))
             if number >= warm:
                 seconds[name].append(time.perf_counter() - began)
-    logs = [math.log(a / b) for a, b in zip(seconds["pilotage"], seconds["transformers"], strict=True)]
-    half = student_t(len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
-    mean = statistics.mean(logs)
+                worked[name].append(time.process_time() - busy)
     tokens = ROWS * LENGTH
     return {
         "dtype": dtype,
         "parameters": built["pilotage"][1],
         "tokens": tokens,
         "pairs": pairs,
-        "ratio": math.exp(mean),
-        "interval": [math.exp(mean - half), math.exp(mean + half)],
+        "time": ratio(seconds),
+        "processor_time": ratio(worked),
         "tokens_per_second": {name: tokens / statistics.median(values) for name, values in seconds.items()},
         "seconds": {name: [round(value, 4) for value in values] for name, values in seconds.items()},
         "largest_difference_of_losses": max(abs(a - b) for a, b in zip(*losses.values(), strict=True)),
@@ -138,11 +137,19 @@ def measure(dtype: str, pairs: int, warm: int) -> dict[str, Any]:
     }
 
 
-def student_t(dof: int) -> float:
-    """Return the two-sided 95% quantile."""
+def ratio(values: dict[str, list[float]]) -> dict[str, float]:
+    """Return ours over theirs, the geometric mean over the pairs with its 95% interval, and the median pair."""
     from pilotage.accuracy.metrics import student_t_quantile
 
-    return student_t_quantile(0.975, dof)
+    logs = [math.log(a / b) for a, b in zip(values["pilotage"], values["transformers"], strict=True)]
+    half = student_t_quantile(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    mean = statistics.mean(logs)
+    return {
+        "ratio": math.exp(mean),
+        "low": math.exp(mean - half),
+        "high": math.exp(mean + half),
+        "median": math.exp(statistics.median(logs)),
+    }
 
 
 def peak(arm: str, dtype: str) -> int:

@@ -76,6 +76,7 @@ def recipe_model() -> Path:
     return source.resolve("tiny:llama3")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_example_for_torchrun_runs_and_goes_on_elsewhere(tmp_path: Path) -> None:
     path = example(

@@ -6,6 +6,8 @@ The single process is plain torch on the whole batch: no engine, no micro-batche
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,9 @@ FOUR = [
 # Relative L2 of each gradient: fp32 sums in another order, through four to six layers. A gradient that is lost in part
 # is off by tens of percent.
 GRADIENT = 1e-5
-# Of the change in five steps, all of a parameter together: Adam divides by gradients that may be near zero.
-UPDATE = 3e-3
+# Of the change in five steps, all of a parameter together: Adam divides by gradients that may be near zero, and those
+# of the keys' bias nearly cancel.
+UPDATE, UPDATE_KEY_BIAS = 3e-3, 0.1
 LOSS = 1e-5  # of losses near 8
 NORM = 1e-5  # relative
 
@@ -72,7 +75,9 @@ def assert_same_training(got: dict[str, Any], expected: dict[str, Any], start: d
         name: relative(got["weights"][name] - start[name], value - start[name])
         for name, value in expected["weights"].items()
     }
-    assert all(value < UPDATE for value in moved.values()), sorted(moved.items(), key=lambda item: -item[1])[:5]
+    bounds = {name: UPDATE_KEY_BIAS if name.endswith("k_proj.bias") else UPDATE for name in moved}
+    far = {name: value for name, value in moved.items() if not value < bounds[name]}
+    assert not far, far
 
 
 def check(
@@ -96,17 +101,17 @@ def check(
 
 
 def biased(tiny: Callable[..., Path]) -> Path:
-    """Five layers do not divide over two stages, and biases on both sides of a divided product must count once."""
+    """Three layers do not divide over two stages, and biases on both sides of a divided product must count once."""
     return tiny("llama3", attention_bias=True, mlp_bias=True, num_hidden_layers=3, tie_word_embeddings=True)
 
 
 def test_two_processes_train_as_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    check([tiny("gemma3")], TWO, 2, tmp_path, "pilotage")
+    check([tiny("gemma3", num_hidden_layers=3)], TWO, 2, tmp_path, "pilotage")
 
 
 @pytest.mark.slow
-def test_two_processes_train_llama_as_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    check([tiny("llama3")], TWO, 2, tmp_path, "pilotage")
+def test_two_processes_train_whole_models_as_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
+    check([tiny("llama3"), tiny("gemma3"), tiny("qwen2"), tiny("qwen3")], TWO, 2, tmp_path, "pilotage")
 
 
 @pytest.mark.slow
@@ -139,21 +144,15 @@ def test_three_axes_at_once(tiny: Callable[..., Path], tmp_path: Path) -> None:
     check([tiny("gemma3")], [{"tp": 2, "dp": 2, "pp": 2, "sequence_parallel": True}], 8, tmp_path, "pilotage")
 
 
-def one_case(rank: int, path: Path) -> dict[str, torch.Tensor]:
-    from pilotage.training.mesh import Parallel
-
-    model = load(path, "pilotage")
-    found = meshed_run(model, Parallel(tp=2, dp=2), global_batches(model.config.vocab_size, steps=2))
-    return found["weights"]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_fifty_runs_leave_cleanly_with_the_same_weights(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    """A process that aborts while it leaves is an error of `run`."""
-    first = None
-    for _ in range(50):
-        results = run(one_case, 4, tmp_path, tiny("llama3"))
-        first = first or results[0]
-        for result in results:
-            assert all(torch.equal(result[name], value) for name, value in first.items())
+def test_fifty_runs_leave_cleanly_with_the_same_weights(tiny: Callable[..., Path]) -> None:
+    """A process that aborts while the interpreter takes it down has a code of its own."""
+    script = Path(__file__).with_name("leave_cleanly.py")
+    command = [sys.executable, str(script), str(tiny("llama3", num_hidden_layers=2)), "50"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 50
+    assert len(set(lines)) == 1 and lines[0].startswith("[0, 0, 0, 0] "), lines[:3]
+    assert "terminate called" not in done.stderr

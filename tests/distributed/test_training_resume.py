@@ -171,6 +171,7 @@ def close(got: Path, expected: Path) -> None:
         assert float((one[name] - value).norm()) < 1e-4 * float(value.norm()), name
 
 
+@pytest.mark.slow
 def test_each_leg_on_another_mesh_keeps_the_trajectory(tiny: Callable[..., Path], tmp_path: Path) -> None:
     """Two steps sharded, two tensor parallel, two in a pipeline: the run of one process, tied head included."""
     from transformers import AutoModelForCausalLM

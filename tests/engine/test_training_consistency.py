@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,6 @@ import torch
 from pilotage.accuracy import one_row
 from pilotage.accuracy.consistency import consistency
 from pilotage.core.nouns import Status
-
-pytestmark = pytest.mark.engine
 
 
 def face(path: Path, dtype: torch.dtype) -> torch.nn.Module:
@@ -23,6 +22,8 @@ def face(path: Path, dtype: torch.dtype) -> torch.nn.Module:
     return registry.training_class(names).from_pretrained(path, dtype=dtype)
 
 
+@pytest.mark.slow
+@pytest.mark.engine
 def test_exact_is_exact_and_the_plain_way_is_not(tiny: Callable[..., Path]) -> None:
     path = str(tiny("gemma3", num_hidden_layers=3))
     exact = consistency(path, arms=["bfloat16"], exact=True, new_tokens=12)
@@ -38,6 +39,7 @@ def test_exact_is_exact_and_the_plain_way_is_not(tiny: Callable[..., Path]) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.engine
 @pytest.mark.parametrize("name", ["llama3", "gemma3", "qwen2", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("exact", [False, True])
 def test_both_dtypes_and_ways(name: str, exact: bool, tiny: Callable[..., Path]) -> None:
@@ -45,6 +47,40 @@ def test_both_dtypes_and_ways(name: str, exact: bool, tiny: Callable[..., Path])
     assert found.status is Status.PASS, [
         v.claim for arm in found.arms for v in arm.verdicts if v.status.value != "pass"
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama3", "gemma3"])
+def test_rows_of_training_are_bit_by_bit_those_of_the_served_class(
+    name: str, dtype: torch.dtype, tiny: Callable[..., Path]
+) -> None:
+    """The class that vLLM is given, its projections packed, over scattered pages, against ours with gradients."""
+    from pilotage.models.common.paging import PagedSession
+
+    path = tiny(name)
+    tokens = torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    with one_row.definitions():
+        session = PagedSession(model=served(path, dtype), num_requests=1, max_tokens=96, block_size=32)
+        expected = torch.cat([session.step({0: [token]}, decode=True)[0] for token in tokens])
+        trained = one_row.one_row_logits(face(path, dtype), tokens, max_tokens=96, block_size=32)
+    assert trained.requires_grad
+    assert torch.equal(trained, expected)
+    whole = face(path, dtype)(input_ids=torch.tensor([tokens])).logits[0]
+    assert not torch.equal(whole, expected), "a forward over the sequence rounds otherwise"
+
+
+def served(path: Path, dtype: torch.dtype) -> Any:
+    from pilotage.arch.source import load_config
+    from pilotage.models import registry
+
+    config = load_config(str(path))
+    torch.set_default_dtype(dtype)
+    try:
+        model = registry.find(config.architectures).load().from_configs(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.load_weights(path)
+    return model
 
 
 def test_the_row_by_row_way_has_the_gradients_of_the_usual_one(tiny: Callable[..., Path]) -> None:

@@ -101,10 +101,8 @@ def _fallback_write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows
         flat[safe] = torch.where(kept[..., None], new.to(cache.dtype), flat[safe])
 
 
-def _fallback_router(
-    x: Tensor, weight: Tensor, bias: Tensor | None, top_k: int, rule: str, renormalize: bool
-) -> Tensor:
-    return expert_affinities(F.linear(x, weight, bias), top_k=top_k, rule=rule, renormalize=renormalize)
+def _fallback_router(logits: Tensor, top_k: int, rule: str, renormalize: bool) -> Tensor:
+    return expert_affinities(logits, top_k=top_k, rule=rule, renormalize=renormalize)
 
 
 _LINEAR = wrap_nki(library.linear, _fallback_linear, name="nki_linear")
@@ -202,19 +200,22 @@ def _attention_decode(
     return _DECODE(q, k_cache, v_cache, rows, bounds, floats, scale, softcap or 0.0)
 
 
-def _router(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+def _router_logits(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _linear(hidden_states, weight, bias)
+
+
+def _expert_affinities(
+    logits: Tensor,
+    correction: Tensor | None = None,
     *,
     top_k: int,
     rule: str,
     renormalize: bool = False,
-    router_logits_override: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
 ) -> Tensor:
-    flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-    out = _ROUTER(flat, weight, bias, top_k, rule, renormalize)
-    return out.reshape(*hidden_states.shape[:-1], weight.shape[0])
+    return _ROUTER(logits.reshape(-1, logits.shape[-1]), top_k, rule, renormalize).reshape(logits.shape)
 
 
 _EMULATOR = Emulator(name="the NKI interpreter", how="NKI_SIMULATOR=1", active=simulating)
@@ -229,10 +230,6 @@ def _domain(*tensors: str, limits: dict[str, Limit], **more: object) -> Domain:
 def _one_shape_of_angles(call: Call) -> str | None:
     odd = call["cos"].shape[-1] % 2
     return f"{call['cos'].shape[-1]} channels turn, and they turn in pairs" if odd else None
-
-
-def _no_override(call: Call) -> str | None:
-    return None if call["router_logits_override"] is None else "the logits come from elsewhere"
 
 
 _ATTENTION = {
@@ -305,19 +302,21 @@ register(
     language="NKI",
 )
 register(
-    "router",
+    "router_logits",
     "nki",
-    _router,
+    _router_logits,
+    domain=_domain("hidden_states", "weight", "bias", limits={"D": _ROW}, error=2.0),
+    priority=_PRIORITY,
+    language="NKI",
+)
+register(
+    "expert_affinities",
+    "nki",
+    _expert_affinities,
     domain=_domain(
-        "hidden_states",
-        "weight",
-        "bias",
-        limits={
-            "D": _ROW,
-            "E": Limit(at_least=8, at_most=512, why="the vector engine searches 8 at least, PSUM holds 512"),
-        },
-        options={"rule": ("softmax_topk", "topk_softmax")},
-        other=_no_override,
+        "logits",
+        limits={"E": Limit(at_least=8, at_most=8192, why="the vector engine searches 8 at least")},
+        options={"rule": ("softmax_topk", "topk_softmax"), "correction": (None,), "scale": (1.0,)},
         error=2.0,
     ),
     priority=_PRIORITY,

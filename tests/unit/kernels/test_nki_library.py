@@ -85,12 +85,14 @@ def test_mlp(dtype: torch.dtype, activation: str) -> None:
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (40, 11)])
 def test_router(dtype: torch.dtype, rule: str, experts: int, top_k: int) -> None:
     x, weight = rand(9, 33, dtype=dtype), rand(experts, 33, dtype=dtype, scale=0.3)
-    with NF.forced({"router": "torch"}):
-        expected = NF.router(x, weight, None, top_k=top_k, rule=rule, renormalize=True)
-    with NF.forced({"router": "nki"}):
-        out = NF.router(x, weight, None, top_k=top_k, rule=rule, renormalize=True)
-    assert ((out > 0).sum(-1) == top_k).all()
+    three_way("router_logits", x, weight)
     logits = NF.router_logits(x, weight)
+    options = {"top_k": top_k, "rule": rule, "renormalize": True}
+    with NF.forced({"expert_affinities": "torch"}):
+        expected = NF.expert_affinities(logits, **options)
+    with NF.forced({"expert_affinities": "nki"}):
+        out = NF.expert_affinities(logits, **options)
+    assert ((out > 0).sum(-1) == top_k).all()
     for row, ours, theirs in zip(logits, out, expected, strict=True):
         chosen = {float(row[at]) for at in ours.nonzero()[:, 0]}
         assert min(chosen) >= float(row.topk(top_k).values[-1])  # of equal logits either may be taken
@@ -187,7 +189,7 @@ def test_domains_say_why_not() -> None:
     assert "D is 8193" in NF.explain("rms_norm", wide, torch.randn(8193), eps=1e-6)["refused"]["nki"]
     half = torch.randn(2, 8, dtype=torch.float16)
     assert "float16" in NF.explain("rms_norm", half, half[0], eps=1e-6)["refused"]["nki"]
-    few = NF.explain("router", torch.randn(2, 8), torch.randn(4, 8), top_k=2, rule="topk_softmax")
+    few = NF.explain("expert_affinities", torch.randn(2, 4), top_k=2, rule="topk_softmax")
     assert "E is 4" in few["refused"]["nki"]
 
 

@@ -1,11 +1,11 @@
-"""The router of a mixture of experts: logits, the best experts, their weights."""
+"""The router of a mixture of experts: the best experts of each token, and their weights."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from pilotage.kernels.nki.frontend import jit, nisa, nl
-from pilotage.kernels.nki.library.parts import P, cast, columns, load, product, rounded, spans, weight_columns
+from pilotage.kernels.nki.library.parts import P, cast, load, spans
 
 _TAKEN = -3.0e38  # below every logit
 _NOBODY = 3.0e38  # above every logit
@@ -13,33 +13,27 @@ _AT_ONCE = 8  # that the vector engine finds
 
 
 @jit
-def router(x: Any, weight: Any, bias: Any, top_k: int, rule: str, renormalize: bool) -> Any:
+def router(logits: Any, top_k: int, rule: str, renormalize: bool) -> Any:
     """Weigh the experts of each token.
 
     Args:
-        x: [T, D].
-        weight: [E, D].
-        bias: [E] or None.
+        logits: [T, E], from `linear`.
         top_k, rule, renormalize: as in `functional.expert_affinities`; rule "softmax_topk" or "topk_softmax".
 
     Returns:
         [T, E] float32, zero where a token does not go.
 
-    Numerics: logits rounded to x's dtype as `linear` does, softmax and sums in float32. Of equal logits the engine
-    takes the first.
+    Numerics: softmax and sums in float32. Of equal logits the engine takes the first.
     """
-    tokens, width = x.shape
-    experts = weight.shape[0]
+    tokens, experts = logits.shape
     out = nl.ndarray((tokens, experts), dtype=nl.float32, buffer=nl.shared_hbm)
-    right = weight_columns(weight, 0, experts)
     for start, rows in spans(tokens, P):
-        left = columns(load(x[start : start + rows, :], (rows, width)), width)
-        logits = cast(rounded(product(left, right), bias, 0, x.dtype), nl.float32)
-        chosen = _best(logits, top_k)
+        scores = cast(load(logits[start : start + rows, :], (rows, experts)), nl.float32)
+        chosen = _best(scores, top_k)
         top = nl.ndarray((rows, 1), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.tensor_reduce(dst=top, op=nl.maximum, data=logits, axis=1, negate=True)
+        nisa.tensor_reduce(dst=top, op=nl.maximum, data=scores, axis=1, negate=True)
         weights = nl.ndarray((rows, experts), dtype=nl.float32, buffer=nl.sbuf)
-        nisa.activation(dst=weights, op=nl.exp, data=logits, bias=top)
+        nisa.activation(dst=weights, op=nl.exp, data=scores, bias=top)
         if rule == "softmax_topk":
             _normalise(weights)
         nisa.tensor_tensor(dst=weights, data1=weights, data2=chosen, op=nl.multiply)
@@ -49,10 +43,10 @@ def router(x: Any, weight: Any, bias: Any, top_k: int, rule: str, renormalize: b
     return out
 
 
-def _best(logits: Any, top_k: int) -> Any:
+def _best(scores: Any, top_k: int) -> Any:
     """Mark the `top_k` largest of each row with 1, the rest with 0."""
-    rows, experts = logits.shape
-    left = cast(logits, nl.float32)
+    rows, experts = scores.shape
+    left = cast(scores, nl.float32)
     for _, count in spans(top_k, _AT_ONCE):
         largest = nl.ndarray((rows, _AT_ONCE), dtype=nl.float32, buffer=nl.sbuf)
         nisa.max8(dst=largest, src=left)

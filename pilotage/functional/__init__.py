@@ -4,7 +4,7 @@ Each is a plain-torch definition plus whatever faster implementations have regis
 would run for a call, `receipt()` what did. They compute one rank's share and know nothing of process groups.
 """
 
-from pilotage.functional import descriptions, fused, native, nki, sdpa, triton_kernels  # noqa: F401  describe and register
+from pilotage.functional import descriptions, fused, native, nki, sdpa, triton_kernels  # noqa: F401  they register
 from pilotage.functional.attention import (
     KV_8BIT,
     attention_decode,

@@ -122,6 +122,63 @@ def verb(app: typer.Typer) -> None:
         )
 
     @kernels.command()
+    def search(
+        text: Annotated[str, typer.Argument(metavar="TEXT", help='e.g. "attention prefill, causal, GQA, head 128".')],
+        target: Annotated[str, typer.Option(help="cpu, cuda or neuron.")] = "neuron",
+        path: Annotated[
+            list[Path] | None, typer.Option(metavar="DIR", help="Folder of a kernel library; several times.")
+        ] = None,
+        load: Load = None,
+        json: Json = False,
+    ) -> None:
+        """Search our operators and kernel libraries, installed or in DIR, for what TEXT describes.
+
+        In the order of the onboarding guide: what already runs behind an operator, kernels that only have to be
+        wrapped, and last what to do where there is neither. Libraries are read, not imported.
+
+        Exits with 1 if nothing fits.
+        """
+        _registry(load)
+        from pilotage.core.errors import EXIT_FAIL
+        from pilotage.kernels import search as searching
+
+        query, hits = searching.search(text, target=target, paths=path or ())
+        if json:
+            print_json({"query": query.to_json(), "target": target, "hits": [hit.to_json() for hit in hits]})
+        else:
+            _show_hits(query, hits, target)
+        if not any(hit.fits for hit in hits):
+            raise typer.Exit(EXIT_FAIL)
+
+    @kernels.command()
+    def estimate(
+        kernel: Annotated[
+            str, typer.Argument(metavar="KERNEL", help="FILE.py:NAME, MODULE:NAME, or one of ours, e.g. rms_norm.")
+        ],
+        shape: Shape = None,
+        dtype: Dtype = None,
+        option: Option = None,
+        grid: Annotated[int | None, typer.Option(help="Cores: 1 or 2.")] = None,
+        json: Json = False,
+    ) -> None:
+        """Estimate what an NKI kernel would cost on a NeuronCore, from one launch in the interpreter.
+
+        An estimate, not a measurement: bytes, cycles and memory are counted, the time follows from the assumptions
+        that are printed with it.
+        """
+        _interpret()
+        from pilotage.kernels import estimate as estimating
+
+        found = estimating.estimate(
+            kernel, shapes=shape or (), dtypes=dtype or ("bf16",), options=option or (), grid=grid
+        )
+        if json:
+            print_json(found.to_dict())
+        else:
+            for line in found.lines():
+                _say(line)
+
+    @kernels.command()
     def check(
         operator: Operator,
         implementation: Annotated[
@@ -232,6 +289,25 @@ def _print(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
     for row in rows:
         table.add_row(*[escape(cell) for cell in row])
     _console().print(table)
+
+
+def _show_hits(query: Any, hits: list[Any], target: str) -> None:
+    _say(f"looking for: {query}")
+    steps = {1: "1. behind an operator: nothing to do", 2: "2. in a library: wrap it"}
+    for step, title in steps.items():
+        found = [hit for hit in hits if hit.step == step]
+        _say(f"\n{title}" + ("" if found else ": nothing found"))
+        for hit in found[:SHOWN]:
+            against = f"; but {', '.join(hit.against)}" if hit.against else ""
+            _say(f"  {'fits' if hit.fits else 'no  '}  {hit.name}  ({', '.join(hit.why)}{against})")
+            _say(f"        {hit.where}")
+            if hit.fits:
+                for line in hit.lines:
+                    _say(f"        {line}")
+        if len(found) > SHOWN:
+            _say(f"  {len(found) - SHOWN} more; --json has them all")
+    language = {"neuron": "NKI, @nki.jit", "cuda": "Triton, @triton.jit"}.get(target, "C++ or torch")
+    _say(f"\n3. else write one ({language}), wrap it the same way, and check it: docs/kernels.md")
 
 
 def _show_checked(results: list[Checked], checks: tuple[str, ...]) -> None:

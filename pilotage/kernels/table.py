@@ -224,16 +224,17 @@ def parse_options(operator: str, texts: Sequence[str]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals or name not in allowed:
             raise BadInput(f"{text!r} is no option of it", where="--option", do=f"its options are {', '.join(allowed)}")
-        out[name] = _literal(value)
+        out[name] = parse_literal(value)
     return out
 
 
-def _literal(text: str) -> Any:
+def parse_literal(text: str) -> Any:
+    """Read a number, true, false, none, a comma list of them, or a word."""
     words: Mapping[str, Any] = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]
     if "," in text:
-        return tuple(_literal(part) for part in text.split(",") if part)
+        return tuple(parse_literal(part) for part in text.split(",") if part)
     for kind in (int, float):
         try:
             return kind(text)

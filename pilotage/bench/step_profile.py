@@ -71,6 +71,8 @@ def classify(name: str, shapes: Sequence[Any], sizes: dict[str, list[int]]) -> s
         return "attention"
     if "write_kv" in name:
         return "KV cache writes"
+    if "native_mlp" in name:
+        return "MLP"
     # Where each operator takes its weight: an activation may happen to have the shape of another layer's weight.
     at = {"pilotage::native_linear": 1, "aten::mm": 1, "aten::addmm": 2, "mkldnn::_linear_pointwise": 1}.get(name)
     if at is None:

@@ -18,6 +18,7 @@ from pilotage.functional.latent import latent_queries, latent_values
 from pilotage.functional.moe import expert_affinities, experts, router, router_logits
 from pilotage.functional.native import load_kernels
 from pilotage.functional.norm import rms_norm
+from pilotage.functional.padding import padded
 from pilotage.functional.projections import (
     ACTIVATIONS,
     activation_function,
@@ -45,7 +46,7 @@ from pilotage.functional.registry import (
     reset_receipt,
 )
 from pilotage.functional.rotary import RopeFrequencies, rope_frequencies, rope_table, rotary
-from pilotage.functional.sampling import sample_tokens
+from pilotage.functional.sampling import greedy_tokens, sample_tokens
 
 __all__ = [
     "ACTIVATIONS",
@@ -68,6 +69,7 @@ __all__ = [
     "flash_attention",
     "forced",
     "gated_activation",
+    "greedy_tokens",
     "kernels_disabled",
     "latent_queries",
     "latent_values",
@@ -77,6 +79,7 @@ __all__ = [
     "mlp",
     "o_proj",
     "operator",
+    "padded",
     "qkv_proj",
     "quantise_kv",
     "receipt",

@@ -70,3 +70,4 @@ describe(
 describe("latent_queries", {"q": "... N H", "kv_b_weight": "N*(H+J) L"})
 describe("latent_values", {"latents": "... N L", "kv_b_weight": "N*(skip+J) L"}, skip=(8,))
 describe("sample_tokens", {"logits": "T V", "sampling_params": "T 3", "noise": "T"})
+describe("greedy_tokens", {"logits": "T V"})

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 import pilotage.functional.attention
-import pilotage.functional.projections  # noqa: F401  the operators exist before implementations of them register
+import pilotage.functional.projections
+import pilotage.functional.sampling  # noqa: F401  the operators exist before implementations of them register
 from pilotage.functional.domain import Domain, Limit
+from pilotage.functional.padding import ends_of
 from pilotage.functional.registry import kernels_disabled, register
 from pilotage.kernels import cpu
 
@@ -31,7 +33,7 @@ def load_kernels() -> dict[str, str]:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.ops.pilotage.native_linear(x, weight, bias)
+    return torch.ops.pilotage.native_linear(x, weight, bias, ends_of(x))
 
 
 def _qkv_proj(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -48,11 +50,16 @@ def _mlp(
     activation: str,
 ) -> Tensor:
     number = _ACTIVATIONS[activation]
-    return torch.ops.pilotage.native_mlp(x, gate_up_weight, down_weight, gate_up_bias, down_bias, number)
+    ends = ends_of(x)
+    return torch.ops.pilotage.native_mlp(x, gate_up_weight, down_weight, gate_up_bias, down_bias, number, ends)
 
 
 def _write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *, slot_mapping: Tensor) -> None:
     torch.ops.pilotage.native_write_kv(k_cache, v_cache, k, v, slot_mapping)
+
+
+def _greedy_tokens(logits: Tensor) -> Tensor:
+    return torch.ops.pilotage.native_argmax(logits)
 
 
 def _flash_attention(
@@ -101,6 +108,7 @@ def _attention_domain(*keys: str) -> Domain:
         one_dtype=("q", *keys),
         limits={"N//K": Limit(at_most=_MAX_GROUP)},
         options={"k_scale": (None,), "v_scale": (None,)} if "k_cache" in keys else {},
+        hides_non_finite=True,
         machine=cpu.unavailable,
     )
 
@@ -118,6 +126,7 @@ def _linear_domain(**options: tuple[str, ...]) -> Domain:
 
 _LINEAR_DOMAIN, _MLP_DOMAIN = _linear_domain(), _linear_domain(activation=tuple(_ACTIVATIONS))
 _PACKED_DOMAIN, _PAGED_DOMAIN = _attention_domain("k", "v"), _attention_domain("k_cache", "v_cache")
+_ARGMAX_DOMAIN = Domain(targets=("cpu",), dtypes=(torch.float32, torch.bfloat16), machine=cpu.unavailable)
 _WRITE_DOMAIN = Domain(targets=("cpu",), one_dtype=("k_cache", "v_cache", "k", "v"), machine=cpu.unavailable)
 
 for _operator, _function in (
@@ -128,6 +137,7 @@ for _operator, _function in (
 ):
     register(_operator, "native", _function, domain=_LINEAR_DOMAIN, priority=20, language="C++")
 register("mlp", "native", _mlp, domain=_MLP_DOMAIN, priority=20, language="C++")
+register("greedy_tokens", "native", _greedy_tokens, domain=_ARGMAX_DOMAIN, priority=20, language="C++")
 register("write_kv", "native", _write_kv, domain=_WRITE_DOMAIN, priority=20, language="C++")
 register("flash_attention", "native", _flash_attention, domain=_PACKED_DOMAIN, priority=20, language="C++")
 register("segmented_attention", "native", _paged_attention, domain=_PAGED_DOMAIN, priority=20, language="C++")

@@ -9,6 +9,21 @@ from pilotage.functional.registry import operator
 
 
 @operator
+def greedy_tokens(logits: Tensor) -> Tensor:
+    """Take the most likely token of each row, the first of those that tie.
+
+    Args:
+        logits: [R, V], any float dtype.
+
+    Returns:
+        [R] int64.
+
+    Numerics: exact; NaN counts as the largest.
+    """
+    return logits.argmax(-1)
+
+
+@operator
 def sample_tokens(
     logits: Tensor, sampling_params: Tensor, noise: Tensor, *, top_k: bool = True, top_p: bool = True
 ) -> Tensor:

@@ -219,6 +219,23 @@ def test_mlp(rows: int, width: int, hidden: int, bias: bool, activation: str) ->
     torch.testing.assert_close(results[1], results[0], rtol=1e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("real", [0, 1, 5, 40])
+def test_rows_of_padding_are_left_out(real: int) -> None:
+    torch.manual_seed(real)
+    x = torch.randn(40, 64).bfloat16()
+    gate_up, down = torch.randn(160, 64).bfloat16() * 0.1, torch.randn(64, 80).bfloat16() * 0.1
+    ends = torch.tensor([0, min(1, real), real], dtype=torch.int32)
+    x[real:] = float("nan")  # whatever is there: neither read nor in the result
+    with torch.no_grad(), NF.forced({"linear": "native", "mlp": "native"}), NF.padded(40, ends):
+        results = [NF.linear(x, gate_up), NF.mlp(x, gate_up, down, activation="silu")]
+        assert NF.linear(torch.ones(7, 64).bfloat16(), gate_up).all(-1).any()  # another number of rows: none is padding
+    with torch.no_grad():
+        expected = [NF.linear(x[:real], gate_up), NF.mlp(x[:real], gate_up, down, activation="silu")]
+    for got, wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(got[:real], wanted, rtol=1e-2, atol=1e-2)
+        assert not got[real:].any()
+
+
 def test_activations_at_the_ends() -> None:
     """Saturated gates, and NaN stays NaN."""
     ends = torch.tensor([-300.0, -90.0, -20.0, -3.0, -1e-3, 0.0, 1e-3, 3.0, 20.0, 300.0, float("nan")]).bfloat16()
@@ -243,6 +260,22 @@ def test_mlp_and_qkv() -> None:
         q, k, v = NF.qkv_proj(x, gate_up, sizes=(96, 32, 32))
     assert [part.shape[-1] for part in (q, k, v)] == [96, 32, 32]
     torch.testing.assert_close(torch.cat((q, k, v), -1), x @ gate_up.T, rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 5, 16, 17, 1000])
+def test_greedy_tokens(size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    logits = torch.randn(7, size).to(dtype)
+    logits[1] = float("-inf")
+    logits[2, size // 2] = float("nan")
+    logits[3] = 1.0  # all tie
+    logits[4] = -0.0
+    logits[4, -1] = 0.0
+    logits[5] = logits[5].round()
+    with NF.forced({"greedy_tokens": "native"}):
+        assert torch.equal(NF.greedy_tokens(logits), logits.argmax(-1))
+        assert torch.equal(NF.greedy_tokens(logits[:, : size // 2 + 1]), logits[:, : size // 2 + 1].argmax(-1))
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])

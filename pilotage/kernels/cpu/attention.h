@@ -26,6 +26,16 @@ struct Keys {
   int64_t v_page, v_head, v_slot;
   const int32_t* table;  // page numbers of the request; null: the keys lie one after another from page 0
   int64_t block_size;
+
+  // Where keys and values [first, first + n) of a head lie.
+  void block(int64_t head, int64_t first, int n, const T** key, const T** value) const {
+    for (int s = 0; s < n; ++s) {
+      const int64_t at = first + s;
+      const int64_t page = table ? table[at / block_size] : 0, slot = table ? at % block_size : at;
+      key[s] = k + page * k_page + head * k_head + slot * k_slot;
+      value[s] = v + page * v_page + head * v_head + slot * v_slot;
+    }
+  }
 };
 
 struct Options {
@@ -40,6 +50,7 @@ struct Tile {
   int64_t request, kv_head;
   int64_t low, high;      // keys to read
   int64_t state;          // index of its partial state, or -1: it writes the result itself
+  bool wide;              // see attention_wide.h
 };
 
 // Running softmax of a tile's rows: row = token * group + query head of the group.
@@ -136,13 +147,7 @@ void attend(const T* q, int64_t rows, int64_t group, int64_t h, int64_t h_padded
   for (int64_t first = tile.low / kKeysAtATime * kKeysAtATime; first < tile.high; first += kKeysAtATime) {
     const int64_t low = std::max(first, tile.low), high = std::min(first + kKeysAtATime, tile.high);
     const int n = int(high - low), n_padded = (n + 15) / 16 * 16;
-    for (int s = 0; s < n; ++s) {
-      const int64_t at = low + s;
-      const int64_t page = keys.table ? keys.table[at / keys.block_size] : 0;
-      const int64_t slot = keys.table ? at % keys.block_size : at;
-      key[s] = keys.k + page * keys.k_page + tile.kv_head * keys.k_head + slot * keys.k_slot;
-      value[s] = keys.v + page * keys.v_page + tile.kv_head * keys.v_head + slot * keys.v_slot;
-    }
+    keys.block(tile.kv_head, low, n, key, value);
     for (int64_t row = 0; row < rows; row += MR) {
       logits_of<T, MR>(q + row * h_padded, h, h_padded, key, n, options.scale, logits + row * kKeysAtATime);
       for (int64_t r = row; r < row + MR; ++r) {

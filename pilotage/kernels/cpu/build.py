@@ -110,7 +110,7 @@ def _processor() -> str:
 
 
 def _register_fakes() -> None:
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(x: Tensor, weight: Tensor, *rest: object) -> Tensor:
         return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
     def mlp(x: Tensor, gate_up: Tensor, down: Tensor, *rest: object) -> Tensor:
@@ -119,11 +119,15 @@ def _register_fakes() -> None:
     def like_q(q: Tensor, *rest: object) -> Tensor:
         return q.new_empty(q.shape)
 
+    def by_row(x: Tensor) -> Tensor:
+        return x.new_empty(x.shape[:1], dtype=torch.int64)
+
     def nothing(*args: object) -> None:
         return None
 
     torch.library.register_fake("pilotage::native_linear", linear)
     torch.library.register_fake("pilotage::native_mlp", mlp)
+    torch.library.register_fake("pilotage::native_argmax", by_row)
     torch.library.register_fake("pilotage::native_packed_attention", like_q)
     torch.library.register_fake("pilotage::native_paged_attention", like_q)
     torch.library.register_fake("pilotage::native_write_kv", nothing)

@@ -18,6 +18,37 @@ constexpr int kPanelRows = 64;     // rows of the weight in a panel
 constexpr int kRowsAtATime = 6;    // rows of x that meet a panel together
 constexpr int64_t kPanelK = 2048;  // k in a panel: 256 KiB; the sums of a longer k are kept in between
 
+// Pairs of k of sixteen rows, side by side.
+  inline void transpose16(u32x16* line) {
+#if defined(__AVX512F__)
+    __m512i a[16], b[16];
+    for (int i = 0; i < 8; ++i) {
+      a[2 * i] = _mm512_unpacklo_epi32((__m512i)line[2 * i], (__m512i)line[2 * i + 1]);
+      a[2 * i + 1] = _mm512_unpackhi_epi32((__m512i)line[2 * i], (__m512i)line[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; ++i) {
+      for (int j = 0; j < 2; ++j) {
+        b[4 * i + 2 * j] = _mm512_unpacklo_epi64(a[4 * i + j], a[4 * i + 2 + j]);
+        b[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(a[4 * i + j], a[4 * i + 2 + j]);
+      }
+    }
+    for (int j = 0; j < 4; ++j) {  // b[4 i + j]: in each quarter q, column 4 q + j of lines 4 i .. 4 i + 3
+      const __m512i low0 = _mm512_shuffle_i32x4(b[j], b[4 + j], 0x88), high0 = _mm512_shuffle_i32x4(b[j], b[4 + j], 0xdd);
+      const __m512i low1 = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0x88), high1 = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0xdd);
+      line[j] = (u32x16)_mm512_shuffle_i32x4(low0, low1, 0x88);
+      line[8 + j] = (u32x16)_mm512_shuffle_i32x4(low0, low1, 0xdd);
+      line[4 + j] = (u32x16)_mm512_shuffle_i32x4(high0, high1, 0x88);
+      line[12 + j] = (u32x16)_mm512_shuffle_i32x4(high0, high1, 0xdd);
+    }
+#else
+    u32x16 out[16];
+    for (int i = 0; i < 16; ++i) {
+      for (int j = 0; j < 16; ++j) out[j][i] = line[i][j];
+    }
+    std::copy(out, out + 16, line);
+#endif
+  }
+
 // A panel: [k / 2][64] pairs.
 struct Panel {
   static constexpr int64_t kAhead = 8192, kAheadInRow = 256;  // elements, fetched before they are needed
@@ -51,37 +82,23 @@ struct Panel {
       }
     }
   }
-
-  static void transpose16(u32x16* line) {
-#if defined(__AVX512F__)
-    __m512i a[16], b[16];
-    for (int i = 0; i < 8; ++i) {
-      a[2 * i] = _mm512_unpacklo_epi32((__m512i)line[2 * i], (__m512i)line[2 * i + 1]);
-      a[2 * i + 1] = _mm512_unpackhi_epi32((__m512i)line[2 * i], (__m512i)line[2 * i + 1]);
-    }
-    for (int i = 0; i < 4; ++i) {
-      for (int j = 0; j < 2; ++j) {
-        b[4 * i + 2 * j] = _mm512_unpacklo_epi64(a[4 * i + j], a[4 * i + 2 + j]);
-        b[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(a[4 * i + j], a[4 * i + 2 + j]);
-      }
-    }
-    for (int j = 0; j < 4; ++j) {  // b[4 i + j]: in each quarter q, column 4 q + j of lines 4 i .. 4 i + 3
-      const __m512i low0 = _mm512_shuffle_i32x4(b[j], b[4 + j], 0x88), high0 = _mm512_shuffle_i32x4(b[j], b[4 + j], 0xdd);
-      const __m512i low1 = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0x88), high1 = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0xdd);
-      line[j] = (u32x16)_mm512_shuffle_i32x4(low0, low1, 0x88);
-      line[8 + j] = (u32x16)_mm512_shuffle_i32x4(low0, low1, 0xdd);
-      line[4 + j] = (u32x16)_mm512_shuffle_i32x4(high0, high1, 0x88);
-      line[12 + j] = (u32x16)_mm512_shuffle_i32x4(high0, high1, 0xdd);
-    }
-#else
-    u32x16 out[16];
-    for (int i = 0; i < 16; ++i) {
-      for (int j = 0; j < 16; ++j) out[j][i] = line[i][j];
-    }
-    std::copy(out, out + 16, line);
-#endif
-  }
 };
+
+// A panel of `n` <= 64 rows wherever they lie.
+inline void lay_out_rows(const bf16* const* rows, int n, int64_t k, bf16* panel) {
+  uint32_t* to = reinterpret_cast<uint32_t*>(panel);
+  for (int64_t i = 0; i < k; i += 32) {
+    const int columns = int(std::min<int64_t>(32, k - i));
+    for (int group = 0; group < kPanelRows; group += 16) {
+      u32x16 line[16] = {};
+      for (int r = 0; r < std::min(16, n - group); ++r) {
+        line[r] = columns == 32 ? Pack<bf16>::load(rows[group + r] + i).bits : load_first(rows[group + r] + i, columns).bits;
+      }
+      transpose16(line);
+      for (int pair = 0; pair < 16; ++pair) std::memcpy(to + (i / 2 + pair) * kPanelRows + group, &line[pair], 64);
+    }
+  }
+}
 
 using Sums = f32x16[kRowsAtATime][kPanelRows / 16];
 

@@ -11,6 +11,7 @@
 
 #include "activation.h"
 #include "attention.h"
+#include "attention_wide.h"
 #include "gemm.h"
 #include "linear.h"
 
@@ -46,11 +47,20 @@ struct PaddedRows {
   }
 };
 
+// How many of m rows are real: the last entry of `ends`, where there is one.
+int64_t real_rows(int64_t m, const std::optional<Tensor>& ends) {
+  if (!ends) return m;
+  TORCH_CHECK(ends->scalar_type() == at::kInt && ends->numel() > 0, "ends must be int32");
+  return std::clamp<int64_t>(pointer<int32_t>(*ends)[(ends->numel() - 1) * ends->stride(0)], 0, m);
+}
+
 constexpr int64_t kFewRows = 32;  // up to here the weight is multiplied as it lies, from there on in panels
 
 template <typename T>
-void run_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& out) {
-  const int64_t k = weight.size(1), n = weight.size(0), m = x.numel() / k;
+void run_linear(const Tensor& x, int64_t m, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& out) {
+  const int64_t k = weight.size(1), n = weight.size(0);
+  std::memset(writable<T>(out) + m * n, 0, (out.numel() - m * n) * sizeof(T));
+  if (m == 0) return;
   const PaddedRows<T> padded(pointer<T>(x), m, k);
   const T* w = pointer<T>(weight);
   const T* b = bias ? pointer<T>(*bias) : nullptr;
@@ -75,7 +85,7 @@ void run_linear(const Tensor& x, const Tensor& weight, const std::optional<Tenso
   }
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& ends) {
   TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1), "linear: shapes do not fit");
   TORCH_CHECK(x.scalar_type() == weight.scalar_type() && (!bias || bias->scalar_type() == x.scalar_type()), "linear: dtypes differ");
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
@@ -83,11 +93,12 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   Tensor out = at::empty(shape, x.options());
   const Tensor x_flat = x.contiguous(), w_flat = weight.contiguous();
   const std::optional<Tensor> b_flat = bias ? std::optional<Tensor>(bias->contiguous()) : std::nullopt;
+  const int64_t m = real_rows(x.numel() / weight.size(1), ends);
   if (x.scalar_type() == at::kBFloat16) {
-    run_linear<bf16>(x_flat, w_flat, b_flat, out);
+    run_linear<bf16>(x_flat, m, w_flat, b_flat, out);
   } else {
     TORCH_CHECK(x.scalar_type() == at::kFloat, "linear: only bfloat16 and float32");
-    run_linear<float>(x_flat, w_flat, b_flat, out);
+    run_linear<float>(x_flat, m, w_flat, b_flat, out);
   }
   return out;
 }
@@ -113,27 +124,73 @@ void gated_block(const PaddedRows<bf16>& x, int64_t m, const bf16* gate, const b
 }
 
 Tensor mlp(const Tensor& x, const Tensor& gate_up, const Tensor& down, const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias,
-           int64_t activation) {
+           int64_t activation, const std::optional<Tensor>& ends) {
   TORCH_CHECK(x.dim() >= 1 && gate_up.dim() == 2 && down.dim() == 2 && x.size(-1) == gate_up.size(1), "mlp: shapes do not fit");
   TORCH_CHECK(gate_up.size(0) == 2 * down.size(1) && activation >= 0 && activation <= 3, "mlp: shapes do not fit");
   for (const Tensor* tensor : {&x, &gate_up, &down}) TORCH_CHECK(tensor->scalar_type() == at::kBFloat16, "mlp: only bfloat16");
   const Tensor x_flat = x.contiguous(), first = gate_up.contiguous(), second = down.contiguous();
   const std::optional<Tensor> first_bias = gate_up_bias ? std::optional<Tensor>(gate_up_bias->contiguous()) : std::nullopt;
   const std::optional<Tensor> second_bias = down_bias ? std::optional<Tensor>(down_bias->contiguous()) : std::nullopt;
-  const int64_t k = first.size(1), f = second.size(1), m = x.numel() / k;
+  const int64_t k = first.size(1), f = second.size(1), m = real_rows(x.numel() / k, ends);
   const Tensor hidden = at::empty({m, f}, x.options());
   const PaddedRows<bf16> rows(pointer<bf16>(x_flat), m, k);
   const bf16* w = pointer<bf16>(first);
   const bf16* b = first_bias ? pointer<bf16>(*first_bias) : nullptr;
 #pragma omp parallel for schedule(dynamic, 1) if (f > kPanelRows)
-  for (int64_t at = 0; at < f; at += kPanelRows) {
+  for (int64_t at = 0; at < (m ? f : 0); at += kPanelRows) {
     gated_block(rows, m, w + at * k, w + (f + at) * k, b ? b + at : nullptr, b ? b + f + at : nullptr, std::min<int64_t>(kPanelRows, f - at), k,
                 Activation(activation), writable<bf16>(hidden) + at, f);
   }
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = second.size(0);
   Tensor out = at::empty(shape, x.options());
-  run_linear<bf16>(hidden, second, second_bias, out);
+  run_linear<bf16>(hidden, m, second, second_bias, out);
+  return out;
+}
+
+// The first largest of n numbers; the first NaN, if there is one, counts as the largest, as in torch.
+template <typename T>
+int64_t argmax_of(const T* x, int64_t n) {
+  const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  f32x16 most = splat(-INFINITY);
+  i32x16 at = lane - 16, none = {};  // -16 + lane: nothing above -inf yet
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const f32x16 here = load16(x + i);
+    const i32x16 more = here > most;
+    at = ((lane + int32_t(i)) & more) | (at & ~more);
+    most = here > most ? here : most;
+    none |= here != here;
+  }
+  float top = -INFINITY;
+  int64_t where = -1;
+  bool nan = false;
+  for (int j = 0; j < 16; ++j) {
+    nan |= none[j] != 0;
+    if (at[j] >= 0 && (where < 0 || most[j] > top || (most[j] == top && at[j] < where))) top = most[j], where = at[j];
+  }
+  for (; i < n; ++i) {
+    const float here = to_float(x[i]);
+    nan |= std::isnan(here);
+    if (here > top) top = here, where = i;
+  }
+  if (nan) {
+    for (int64_t j = 0; j < n; ++j) {
+      if (std::isnan(to_float(x[j]))) return j;
+    }
+  }
+  return std::max<int64_t>(where, 0);
+}
+
+Tensor argmax(const Tensor& x_any) {
+  TORCH_CHECK(x_any.dim() == 2 && x_any.size(1) > 0 && x_any.size(1) < (int64_t(1) << 31), "argmax: rows are wanted");
+  const Tensor x = rows_contiguous(x_any);
+  Tensor out = at::empty({x.size(0)}, x.options().dtype(at::kLong));
+#pragma omp parallel for schedule(dynamic, 1) if (x.size(0) > 1)
+  for (int64_t row = 0; row < x.size(0); ++row) {
+    const int64_t at = row * x.stride(0);
+    writable<int64_t>(out)[row] = x.scalar_type() == at::kBFloat16 ? argmax_of(pointer<bf16>(x) + at, x.size(1)) : argmax_of(pointer<float>(x) + at, x.size(1));
+  }
   return out;
 }
 
@@ -143,22 +200,24 @@ struct Request {
 
 template <typename T>
 void run_attention(const Tensor& q, const Tensor& out, const std::vector<Request>& requests, const std::vector<Keys<T>>& keys, int64_t kv_heads, const Options& options) {
-  const int64_t heads = q.size(1), h = q.size(2), group = heads / kv_heads, h_padded = (h + 31) / 32 * 32;
-  const int64_t tokens_in_tile = std::max<int64_t>(1, kRowsInTile / group);
-  const int64_t max_rows = tokens_in_tile * group;
-  TORCH_CHECK(max_rows <= kRowsInTile, "attention: more than ", kRowsInTile, " query heads share a key head");
+  const int64_t heads = q.size(1), h = q.size(2), group = heads / kv_heads, h_padded = (h + kPanelRows - 1) / kPanelRows * kPanelRows;
+  int64_t max_rows = 0;
+  TORCH_CHECK(group <= kRowsInTile, "attention: more than ", kRowsInTile, " query heads share a key head");
   std::vector<Tile> tiles;
   std::vector<std::pair<int64_t, int64_t>> split;  // first tile and count of those that must be merged
   int64_t states = 0;
   for (int64_t r = 0; r < int64_t(requests.size()); ++r) {
     const Request& request = requests[r];
+    const bool wide = std::is_same_v<T, bf16> && request.count * group >= kFewestWideRows;
+    const int64_t tokens_in_tile = (wide ? kRowsInWideTile : kRowsInTile) / group;
+    max_rows = std::max(max_rows, std::min(request.count, tokens_in_tile) * group);
     const bool single = request.count <= tokens_in_tile;
     for (int64_t head = 0; head < kv_heads; ++head) {
       for (int64_t done = 0; done < request.count; done += tokens_in_tile) {
         const int64_t n = std::min(tokens_in_tile, request.count - done);
         const int64_t position = request.length - request.count + done;
         const int64_t low = options.window ? std::max<int64_t>(0, position - options.window + 1) : 0, high = position + n;
-        Tile tile{request.first + done, n, position, r, head, low, high, -1};
+        Tile tile{request.first + done, n, position, r, head, low, high, -1, wide};
         if (single && low / kKeysInSplit != (high - 1) / kKeysInSplit) {
           const int64_t first_tile = int64_t(tiles.size());
           for (int64_t at = low / kKeysInSplit * kKeysInSplit; at < high; at += kKeysInSplit) {
@@ -211,7 +270,10 @@ void run_attention(const Tensor& q, const Tensor& out, const std::vector<Request
         const T* from = q_base + (tile.token + row / group) * q_token + (tile.kv_head * group + row % group) * q_head;
         std::memcpy(rows.data() + row * h_padded, from, h * sizeof(T));
       }
-      attend<T>(rows.data(), num_rows, group, h, h_padded, keys[tile.request], tile, options, state);
+      if constexpr (std::is_same_v<T, bf16>) {
+        if (tile.wide) attend_wide(rows.data(), num_rows, group, h, h_padded, keys[tile.request], tile, options, state);
+      }
+      if (!tile.wide) attend<T>(rows.data(), num_rows, group, h, h_padded, keys[tile.request], tile, options, state);
       if (tile.state < 0) finish(tile, state);
     }
   }
@@ -322,8 +384,9 @@ void write_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k_any,
 }  // namespace pilotage
 
 TORCH_LIBRARY_FRAGMENT(pilotage, m) {
-  m.def("native_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  m.def("native_mlp(Tensor x, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias, int activation) -> Tensor");
+  m.def("native_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? ends) -> Tensor");
+  m.def("native_mlp(Tensor x, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias, int activation, Tensor? ends) -> Tensor");
+  m.def("native_argmax(Tensor x) -> Tensor");
   m.def("native_packed_attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, float scale, int? window, float? softcap, Tensor? sinks) -> Tensor");
   m.def("native_paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, float scale, int? window, float? softcap, Tensor? sinks) -> Tensor");
   m.def("native_write_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor slot_mapping) -> ()");
@@ -332,6 +395,7 @@ TORCH_LIBRARY_FRAGMENT(pilotage, m) {
 TORCH_LIBRARY_IMPL(pilotage, CPU, m) {
   m.impl("native_linear", TORCH_FN(pilotage::linear));
   m.impl("native_mlp", TORCH_FN(pilotage::mlp));
+  m.impl("native_argmax", TORCH_FN(pilotage::argmax));
   m.impl("native_packed_attention", TORCH_FN(pilotage::packed_attention));
   m.impl("native_paged_attention", TORCH_FN(pilotage::paged_attention));
   m.impl("native_write_kv", TORCH_FN(pilotage::write_kv));

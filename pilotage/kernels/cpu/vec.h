@@ -114,6 +114,23 @@ inline float sum_lanes(f32x16 x) {
 #endif
 }
 
+inline float max_lanes(f32x16 x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float out = x[0];
+  for (int i = 1; i < 16; ++i) out = x[i] > out ? x[i] : out;
+  return out;
+#endif
+}
+
+// The first n <= 16 bf16 numbers at p, each in the lower half of its lane.
+inline u32x16 bits_of_16(const bf16* p, int n) {
+  u16x16 half = {};
+  std::memcpy(&half, p, n == 16 ? 32 : n * sizeof(bf16));
+  return __builtin_convertvector(half, u32x16);
+}
+
 // Lane i of the result is the sum of the lanes of x[i]; the array is used up.
 inline f32x16 sum_lanes_of_16(f32x16* x) {
 #if defined(__AVX512F__)

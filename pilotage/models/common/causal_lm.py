@@ -107,12 +107,15 @@ class CausalLM(nn.Module):
             context = PagedContext(context, positions=positions)
         # Taps see whole tensors: with them neither ranks nor replicas share rows.
         num_rows = None if tapped() else input_ids.shape[0]
-        with rows_divided(inputs_embeds is None and self._divides_rows(context, input_ids.shape[0]), num_rows):
+        ends = context[self.attention_layers()[0].layer_name]["query_start_loc"]
+        divided = rows_divided(inputs_embeds is None and self._divides_rows(context, input_ids.shape[0]), num_rows)
+        with divided, NF.padded(input_ids.shape[0], ends):
             x = self.embed_input_ids(input_ids)
             if inputs_embeds is not None and is_token_ids is not None:
                 x = torch.where(is_token_ids[:, None], x, inputs_embeds.to(x.dtype))
             hidden = enter(self.model(x, positions, context))
-        logits = self.compute_logits(hidden[sampling_positions])
+        with NF.padded(input_ids.shape[0], ends):  # in a decode graph, whose sampled rows are its tokens
+            logits = self.compute_logits(hidden[sampling_positions])
         if logit_mask is not None:
             logits = logits.masked_fill(~logit_mask, float("-inf"))
         found: tuple[Tensor, ...] = (logits, hidden) if return_hidden else (logits,)

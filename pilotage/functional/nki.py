@@ -102,7 +102,9 @@ def _fallback_write(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, rows
 
 
 def _fallback_router(logits: Tensor, top_k: int, rule: str, renormalize: bool) -> Tensor:
-    return expert_affinities(logits, top_k=top_k, rule=rule, renormalize=renormalize)
+    definition = expert_affinities.__wrapped__  # type: ignore[attr-defined]  # not the dispatched one
+    out: Tensor = definition(logits, top_k=top_k, rule=rule, renormalize=renormalize)
+    return out
 
 
 _LINEAR = wrap_nki(library.linear, _fallback_linear, name="nki_linear")

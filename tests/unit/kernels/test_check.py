@@ -191,7 +191,8 @@ def test_what_may_err_more_has_to_say_so(checked: Register) -> None:
     bf16 = (torch.bfloat16,)
     assert checked("flash_attention", coarse, Domain(hides_non_finite=True), bf16).status is Status.FAIL
     del registry._OPERATORS["flash_attention"]["tested"]
-    assert checked("flash_attention", coarse, Domain(hides_non_finite=True, error=40.0), bf16).status is Status.PASS
+    found = checked("flash_attention", coarse, Domain(hides_non_finite=True, error=10.0), bf16)
+    assert {one.case for one in found.failures} == {"T=1, bf16"}, "with one key the definition is exact"
 
 
 def test_what_cannot_run_here_is_said_and_does_not_count() -> None:

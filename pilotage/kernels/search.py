@@ -284,7 +284,7 @@ def _blocking(against: Sequence[str]) -> bool:
 
 def _judge(query: Query, kernel: LibraryKernel) -> Hit | None:
     scored = _scored(query, f"{kernel.name} {kernel.module}", f"{' '.join(kernel.parameters)} {kernel.text}")
-    if scored is None or scored[0] < 1:
+    if scored is None:
         return None
     score, why, against = scored
     wrong = []

@@ -22,6 +22,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
+import pilotage.functional as NF
 from pilotage.core.config import TargetConfig
 from pilotage.core.errors import Unsupported
 from pilotage.serving import batch, buckets, speculation
@@ -32,7 +33,7 @@ from pilotage.serving.platform import FORCE_KEY
 from pilotage.serving.probing import Probing
 from pilotage.serving.record import Recorder
 from pilotage.serving.requests import Requests
-from pilotage.serving.sampling import ForcedTokens, PromptScores
+from pilotage.serving.sampling import ForcedTokens, PromptScores, only_argmax
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -229,15 +230,15 @@ class ModelRunner:
         step, scheduled, logits, hidden = self._pending
         self._pending = None
         rows = self.requests.batch
-        logits = logits.float()
         if grammar is not None:
+            logits = logits.float()
             apply_grammar_bitmask(step, grammar, rows, logits)
         unfinished = self.requests.unfinished_prefills(scheduled)
         # A row without a token to sample must not use up its request's random numbers: output would depend on how the
         # prompt was cut into chunks.
         kept = {row: rows.generators[row].get_state() for row in unfinished if row in rows.generators}
         drafts = rows.spec_token_ids[: rows.num_reqs]
-        output = self._verify(logits, drafts) if any(drafts) else self._sample(logits, len(unfinished))
+        output = self._verify(logits.float(), drafts) if any(drafts) else self._sample(logits, len(unfinished))
         for row, state in kept.items():
             rows.generators[row].set_state(state)
         tokens = self._agreed(output.sampled_token_ids)
@@ -265,11 +266,15 @@ class ModelRunner:
         """Sample a token of each row, those that the graph has sampled excepted."""
         rows = self.requests.batch
         tokens = self.device_sampling.tokens if self.device_sampling is not None else {}
+        if not tokens and only_argmax(rows.sampling_metadata):
+            found = NF.greedy_tokens(logits)
+            return SamplerOutput(sampled_token_ids=found[:, None].to(torch.int32), logprobs_tensors=None)
+        logits = logits.float()
         if not tokens:
             return self.sampler(logits=logits, sampling_metadata=rows.sampling_metadata)
         if len(tokens) + num_unfinished == rows.num_reqs and rows.sampling_metadata.max_num_logprobs is None:
-            found = [[tokens.get(row, 0)] for row in range(rows.num_reqs)]
-            return SamplerOutput(sampled_token_ids=torch.tensor(found, dtype=torch.int32), logprobs_tensors=None)
+            given = [[tokens.get(row, 0)] for row in range(rows.num_reqs)]
+            return SamplerOutput(sampled_token_ids=torch.tensor(given, dtype=torch.int32), logprobs_tensors=None)
         # The sampler scores all tokens and draws the others; it must not use up the random numbers of the graph's rows.
         kept = {row: rows.generators[row].get_state() for row in tokens if row in rows.generators}
         self._forced().sampled = tokens

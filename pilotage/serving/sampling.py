@@ -8,7 +8,11 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor import LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinTokensLogitsProcessor,
+    process_dict_updates,
+)
 
 from pilotage.serving.platform import FORCE_KEY
 
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm.config import VllmConfig
     from vllm.v1.sample.logits_processor.interface import BatchUpdate
+    from vllm.v1.sample.metadata import SamplingMetadata
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
@@ -72,6 +77,30 @@ class ForcedTokens(LogitsProcessor):
         if number < len(forced):
             row.fill_(float("-inf"))
             row[forced[number]] = 0.0
+
+
+def only_argmax(metadata: SamplingMetadata) -> bool:
+    """Tell whether vLLM's sampler would do no more with a batch than take the largest logit of each row."""
+    holder = metadata.thinking_budget_state_holder
+    return (
+        metadata.all_greedy
+        and metadata.max_num_logprobs is None
+        and not metadata.logprob_token_ids
+        and metadata.no_penalties
+        and metadata.allowed_token_ids_mask is None
+        and not metadata.bad_words_token_ids
+        and (holder is None or not holder.has_tracked_requests())
+        and all(_idle(processor) for processor in metadata.logitsprocs.non_argmax_invariant)
+    )
+
+
+def _idle(processor: LogitsProcessor) -> bool:
+    """Whether a processor has no request to work on; one that is not known here always has."""
+    if isinstance(processor, ForcedTokens):
+        return not processor.forced and not processor.sampled
+    if isinstance(processor, LogitBiasLogitsProcessor):
+        return not processor.biases
+    return isinstance(processor, MinTokensLogitsProcessor) and not processor.min_toks
 
 
 class PromptScores:

@@ -29,6 +29,12 @@ ENVIRONMENT = {
     "`NEURON_PLATFORM_TARGET_OVERRIDE` names a chip, else the first of neuron and cuda whose packages and device are "
     "here, else `cpu`.",
     "PILOTAGE_DISABLE": "`1`: vLLM runs as if pilotage were not installed.",
+    "NKI_SIMULATOR": "`1`: NKI kernels run in the interpreter, our own for every operator they take; it answers to the "
+    "names `nki` and `neuronxcc.nki` where the real packages are absent.",
+    "NKI_PRECISE_FP": "`0`: the interpreter holds bfloat16 and 8-bit floats in float32, which tells a kernel's logic "
+    "from its rounding.",
+    "NEURON_PLATFORM_TARGET_OVERRIDE": "`trn1`, `trn2` or `trn3`: the core that the NKI interpreter stands for. Default "
+    "there: `trn2`.",
 }
 
 _HEAD = """# Configuration

@@ -27,6 +27,7 @@ from pilotage.core.errors import BadInput
 from pilotage.core.nouns import Status, Verdict, worst
 from pilotage.core.progress import track
 from pilotage.models import registry
+from pilotage.models.proof import map_of
 from pilotage.weights import SafetensorsCheckpoint
 from pilotage.weights.map import same_bytes
 
@@ -320,11 +321,7 @@ def _same_files(path: Path, saved: Path) -> Verdict:
 
 def _repeats(path: Path) -> tuple[set[str], set[str]]:
     """Return names that a save may leave out: tied copies, and tensors that the map drops with a reason."""
-    config = source.load_config(str(path))
-    built = _serving_model(path)
-    weight_map = type(built).weight_map(built.config)
-    plan = weight_map.plan(SafetensorsCheckpoint(path).keys())
-    assert config is not None
+    plan = map_of(_serving_model(path)).plan(SafetensorsCheckpoint(path).keys())
     return set(plan.copies), set(plan.drops) - set(plan.copies)
 
 

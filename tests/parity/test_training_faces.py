@@ -183,13 +183,17 @@ def test_classification_equals_hf(tiny: Tiny) -> None:
         torch.testing.assert_close(found[key], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()))
 
 
-def test_model_py_gives_the_face_by_name() -> None:
+def test_model_py_gives_the_face_by_name(tiny: Tiny) -> None:
     from pilotage.models.llama3 import hf, model
 
     assert model.ModelClass is hf.LlamaForCausalLM
     assert model.LlamaPreTrainedModel is hf.LlamaPreTrainedModel
     with pytest.raises(AttributeError):
         model.LlamaForTokenClassification  # noqa: B018
+    # The documented way: the class of that name in `model.py`, which itself is the one that is served.
+    from transformers import AutoConfig
+
+    assert type(model.LlamaForCausalLM.from_config(AutoConfig.from_pretrained(tiny("llama3")))) is hf.LlamaForCausalLM
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2"])

@@ -64,6 +64,20 @@ class CausalLM(nn.Module):
         self,
         input_ids: Tensor,
         positions: Tensor,
+    @classmethod
+    def from_config(cls, config: Any, backend: BackendConfig | None = None, **kwargs: Any) -> Any:
+        """Build the class that trains this architecture, `ModelClass` of the package's `hf.py`; see there."""
+        return cls._training_class().from_config(config, backend, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load the class that trains this architecture, `ModelClass` of the package's `hf.py`; see there."""
+        return cls._training_class().from_pretrained(*args, **kwargs)
+
+    @classmethod
+    def _training_class(cls) -> Any:
+        return importlib.import_module(f"{cls.__module__.rpartition('.')[0]}.hf").ModelClass
+
         attn_metadata: Mapping[str, Any],
         sampling_positions: Tensor,
         sampling_params: Tensor | None = None,

@@ -59,8 +59,8 @@ tensor = NkiTensor
 class NKIObject:
     """Base of the plain classes that kernels declare: their fields become arguments, as in a dataclass.
 
-    The language counts `x = None` as a field too, and `dataclasses` does not: such fields are annotated here, before a
-    decorator looks.
+    The language counts `x = None` as a field too, and gives a field without a default None; `dataclasses` does neither.
+    Both are put right here, before the decorator looks.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -71,6 +71,9 @@ class NKIObject:
             if plain and name not in known and not name.startswith("_"):
                 known[name] = Any
         cls.__annotations__ = known
+        for name in known:
+            if name not in vars(cls):
+                setattr(cls, name, None)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         fields: list[str] = []

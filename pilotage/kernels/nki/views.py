@@ -185,6 +185,10 @@ class Views:
         shape = (vector_offset.shape[0], *self.shape[1:])
         return self._like(shape, self.strides, self.offset, dynamic=dynamic)
 
+    def indirect(self, index: Any, num_elem: int | None = None) -> NkiTensor:
+        """Refused: tensor indirection of gen4 is not interpreted."""
+        fault("tensor indirection (.indirect) is not supported", do="gather with nc_n_gather or by DMA")
+
     def permute(self, dims: Any) -> NkiTensor:
         """Reorder the dimensions."""
         order = tuple(int(one) for one in dims)

@@ -192,6 +192,14 @@ def test_names_are_taken_under_the_simulator_and_left_to_the_real_package(tmp_pa
     assert done.stdout.split("\n")[:2] == ["left alone", "given back"], done.stderr
 
 
+def test_the_example_of_the_page_runs_as_it_stands(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "kernels-nki.md").read_text()
+    script = tmp_path / "example.py"
+    script.write_text(page.split("```python\n")[1].split("```")[0])
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.stdout.split() == ["[[2.", "2.", "2.]", "[2.", "2.", "2.]]"], done.stderr
+
+
 # NKI 0.1
 
 

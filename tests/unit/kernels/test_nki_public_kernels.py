@@ -139,7 +139,7 @@ def test_samples_are_estimated_in_the_known_order() -> None:
         )
         print(f"\n| {name} | {' | '.join(figures)} | {one.bound_by} |", end="", file=sys.stderr)
     tiled, hoisted, blocked, optimized = told.values()
-    assert tiled.dma_bytes > hoisted.dma_bytes > blocked.dma_bytes > optimized.dma_bytes
+    assert tiled.dma_bytes >= hoisted.dma_bytes > blocked.dma_bytes > optimized.dma_bytes
     assert tiled.lower_s > hoisted.lower_s > blocked.lower_s > optimized.lower_s
 
 

@@ -401,3 +401,43 @@ def test_library_moe_decode(every: bool, cores: int) -> None:
                     (torch.nn.functional.silu(gate) * up) @ down[expert].float()
                 )
     close(f"nkilib moe_tkg {'all experts' if every else 'selected'} [{cores}]", out, truth, 1e-2, started)
+
+
+@pytest.mark.parametrize("strategy", ["shard_on_block", "shard_on_i"])
+def test_library_moe_prefill(strategy: str) -> None:
+    """Tokens sorted into blocks of one expert each; a token that fills up a block is one past the last."""
+    module = library("moe.moe_cte.moe_cte")
+    tokens, width, inner, experts, k, block = 255, 512, 256, 4, 2, 256
+    x = torch.cat((torch.randn(tokens, width), torch.zeros(1, width))).to(BF16)
+    gate_up = (torch.randn(experts, width, 2, inner) / width**0.5).to(BF16)
+    down = (torch.randn(experts, inner, width) / inner**0.5).to(BF16)
+    top = torch.randn(tokens, experts).topk(k, -1)
+    weights = torch.zeros(tokens + 1, experts)
+    weights[:tokens].scatter_(1, top.indices, torch.softmax(top.values, -1))
+    weights = weights.to(BF16)
+    places, owners = [], []
+    for expert in range(experts):
+        mine = weights[:tokens, expert].nonzero()[:, 0]
+        for start in range(0, len(mine), block):
+            piece = mine[start : start + block]
+            places.append(torch.nn.functional.pad(piece, (0, block - len(piece)), value=tokens))
+            owners.append(expert)
+    if len(owners) % 2:
+        places.append(torch.full((block,), tokens))
+        owners.append(0)
+    spec = module.MoECTESpec(implementation=getattr(module.MoECTEImplementation, strategy))
+    started = time.perf_counter()
+    out = _launched(module.moe_cte, 2)(
+        x, weights.reshape(-1, 1).contiguous(), gate_up, down, torch.cat(places).to(torch.int32),
+        torch.tensor(owners, dtype=torch.int32).reshape(-1, 1), block, spec,
+    )  # fmt: skip
+    out = out[0] if isinstance(out, tuple | list) else out
+    out = out.float()
+    if out.ndim == 3:  # [T, 2, H]: the cores' shares, reduced into the first
+        out = out[:, 0]
+    truth = torch.zeros(tokens, width)
+    for expert in range(experts):
+        gate, up = (x[:tokens].float() @ gate_up[expert, :, at].float() for at in (0, 1))
+        mlp = (torch.nn.functional.silu(gate) * up) @ down[expert].float()
+        truth += weights[:tokens, expert : expert + 1].float() * mlp
+    close(f"nkilib moe_cte {strategy} [2]", out.reshape(-1, width)[:tokens], truth, 1e-2, started)

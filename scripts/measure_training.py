@@ -108,13 +108,17 @@ def theirs(dtype: torch.dtype) -> tuple[Step, int]:
 ARMS = {"pilotage": ours, "transformers": theirs}
 
 
-def measure(dtype: str, pairs: int, warm: int) -> dict[str, Any]:
-    """Time both arms in turn."""
+def measure(dtype: str, pairs: int, warm: int, limit: float) -> dict[str, Any]:
+    """Time both arms in turn, for at most `limit` seconds."""
+    ends = time.perf_counter() + limit
     built = {name: build(getattr(torch, dtype)) for name, build in ARMS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ARMS}
     worked: dict[str, list[float]] = {name: [] for name in ARMS}
     losses: dict[str, list[float]] = {name: [] for name in ARMS}
     for number in range(warm + pairs):
+        if time.perf_counter() > ends:
+            pairs = number - warm
+            break
         names = list(ARMS) if number % 2 else list(reversed(ARMS))
         for name in names:
             began, busy = time.perf_counter(), time.process_time()
@@ -165,6 +169,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--warm", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="begin no pair after this")
     parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
     parser.add_argument("--peak", choices=ARMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -177,7 +182,7 @@ def main() -> None:
         found = {name: peak(name, options.dtype) for name in ARMS}
         print(json.dumps({"dtype": options.dtype, "peak_bytes": found}, indent=2))
     else:
-        print(json.dumps(measure(options.dtype, options.pairs, options.warm), indent=2))
+        print(json.dumps(measure(options.dtype, options.pairs, options.warm, options.limit), indent=2))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pilotage.core.errors import ConfigError
+from pilotage.training.plans import check_parts
 
 
 class PassThrough(nn.Module):
@@ -72,9 +73,14 @@ def layers_of_stage(num_layers: int, stage: int, num_stages: int) -> range:
 def cut_stage(model: Any, stage: int, num_stages: int) -> Stage:
     """Keep the part of `model` that a stage holds, in place, and wrap it.
 
+    Raises:
+        Unsupported: the model has parts that belong to no stage.
+        ConfigError: fewer layers than stages.
+
     Where the head is tied to the embedding and both are on different stages, each keeps a copy; see
     `engine.Engine.tie_gradients`.
     """
+    check_parts(model, "parallel.pp")
     first, last = stage == 0, stage == num_stages - 1
     inner = model.model
     held = layers_of_stage(len(inner.layers), stage, num_stages)

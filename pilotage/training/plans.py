@@ -115,6 +115,26 @@ def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {f"model.layers.{name}": layer for name, layer in found.named_children() if holds(layer)}
 
 
+def check_parts(model: nn.Module, where: str) -> None:
+    """Refuse a model of more than an embedding, layers, a norm and a head, or whose layers read one another's keys.
+
+    Raises:
+        Unsupported: it is, by the first parameter or layer that is neither.
+    """
+    known = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
+    odd = [name for name, _ in model.named_parameters() if not name.startswith(known)]
+    layers: Any = model.get_submodule("model.layers")
+    odd += [f"model.layers.{i}" for i, layer in enumerate(layers) if getattr(_attention(layer), "kv_source", None)]
+    if odd:
+        raise Unsupported(
+            f"{odd[0]} is no part that can be divided this way", where=where, do="train this model with dp alone"
+        )
+
+
+def _attention(layer: Any) -> Any:
+    return getattr(layer, "self_attn", None)
+
+
 def tensor_parallel_plan(
     model: nn.Module, tp: int, *, sequence_parallel: bool = False, ep: int = 1
 ) -> dict[str, ParallelStyle]:
@@ -132,6 +152,7 @@ def tensor_parallel_plan(
     Raises:
         Unsupported: a parameter of a layer that no rule names, or heads that do not divide over the ranks.
     """
+    check_parts(model, "parallel.tp")
     between = ROWS if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {}
     layers = decoder_layers(model)

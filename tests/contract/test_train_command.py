@@ -206,3 +206,17 @@ def test_prompts_have_no_targets_and_lines_without_text_are_named(tmp_path: Path
     file.write_text('{"text": "fine"}\n{"body": "?"}\n')
     with pytest.raises(BadInput, match=r"data.jsonl:2: no text under 'text'.*there is body"):
         list(sources.read(file, DataSection()))
+
+
+def test_data_sets_are_read_through_datasets_or_said_to_be_out_of_reach(tmp_path: Path) -> None:
+    from pilotage.training.recipe import HubData
+    from pilotage.training.sources import hub_documents
+
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    here = str(tmp_path / "set")
+    assert list(hub_documents(HubData(name=here), "text")) == ["one", "two"]
+    with pytest.raises(BadInput, match=r"Should be one of \['train'\]"):
+        list(hub_documents(HubData(name=here, split="nosplit"), "text"))
+    with pytest.raises(Unavailable, match=r"no/such: cannot be loaded.*name local files"):
+        list(hub_documents(HubData(name="no/such"), "text"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -60,10 +61,6 @@ class CausalLM(nn.Module):
         """
         return cls(cls.config_class.from_configs(hf_config, neuron_config))
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
     @classmethod
     def from_config(cls, config: Any, backend: BackendConfig | None = None, **kwargs: Any) -> Any:
         """Build the class that trains this architecture, `ModelClass` of the package's `hf.py`; see there."""
@@ -78,6 +75,10 @@ class CausalLM(nn.Module):
     def _training_class(cls) -> Any:
         return importlib.import_module(f"{cls.__module__.rpartition('.')[0]}.hf").ModelClass
 
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
         attn_metadata: Mapping[str, Any],
         sampling_positions: Tensor,
         sampling_params: Tensor | None = None,

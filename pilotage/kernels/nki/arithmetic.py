@@ -58,7 +58,7 @@ class Arithmetic:
         return mine
 
     def _binary(self, name: str, left: Any, right: Any) -> NkiTensor:
-        from pilotage.kernels.nki.language import apply
+        from pilotage.kernels.nki.functions import apply
 
         _only_legacy(name)
         return apply(OPERATORS[name], left, right)

@@ -54,7 +54,7 @@ class Op:
         return f"nl.{self.name}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from pilotage.kernels.nki.language import apply
+        from pilotage.kernels.nki.functions import apply
 
         return apply(self, *args, **kwargs)
 

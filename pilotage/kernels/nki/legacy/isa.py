@@ -18,7 +18,7 @@ from pilotage.kernels.nki.isa.constants import *  # noqa: F403
 from pilotage.kernels.nki.isa.constants import engine, reduce_cmd
 from pilotage.kernels.nki.isa.dma import dma_copy as _dma_copy
 from pilotage.kernels.nki.isa.registers import register_alloc, register_load, register_move, register_store
-from pilotage.kernels.nki.language import masked_copy, ndarray, read_masked, write_masked
+from pilotage.kernels.nki.making import masked_copy, ndarray, read_masked, write_masked
 from pilotage.kernels.nki.memory import MemoryRegion
 from pilotage.kernels.nki.operators import operator
 from pilotage.kernels.nki.tensor import NkiTensor

@@ -41,13 +41,13 @@ from pilotage.kernels.nki.isa.registers import (
     register_store,
 )
 from pilotage.kernels.nki.isa.scalar import activate2, activation, activation_reduce
+from pilotage.kernels.nki.isa.scans import tensor_scalar_cumulative, tensor_tensor_scan
 from pilotage.kernels.nki.isa.search import max8, nc_find_index8, nc_match_replace8
 from pilotage.kernels.nki.isa.selecting import range_select, select_reduce, tensor_copy_predicated
+from pilotage.kernels.nki.isa.statistics import bn_aggr, bn_stats
 from pilotage.kernels.nki.isa.sync import core_barrier, sendrecv
 from pilotage.kernels.nki.isa.tensor import nc_matmul, nc_transpose
 from pilotage.kernels.nki.isa.vector import (
-    bn_aggr,
-    bn_stats,
     exponential,
     memset,
     nc_stream_shuffle,
@@ -56,10 +56,8 @@ from pilotage.kernels.nki.isa.vector import (
     tensor_copy,
     tensor_reduce,
     tensor_scalar,
-    tensor_scalar_cumulative,
     tensor_scalar_reduce,
     tensor_tensor,
-    tensor_tensor_scan,
 )
 
 __all__ = [

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from pilotage.kernels.nki import session
-from pilotage.kernels.nki.dtypes import Array, resolve
+from pilotage.kernels.nki.dtypes import Array
 from pilotage.kernels.nki.faults import fault
-from pilotage.kernels.nki.hardware import BN_STATS_FREE, nc_version
+from pilotage.kernels.nki.hardware import nc_version
 from pilotage.kernels.nki.isa import checks
 from pilotage.kernels.nki.isa.accumulators import accumulate
 from pilotage.kernels.nki.isa.constants import engine, reduce_cmd
 from pilotage.kernels.nki.memory import MemoryRegion
-from pilotage.kernels.nki.operators import Op, alu, operator, quiet
+from pilotage.kernels.nki.operators import OPERATORS, Op, alu, operator, quiet
 from pilotage.kernels.nki.tensor import NkiTensor
 
 _ANY = (engine.vector, engine.scalar, engine.gpsimd)
@@ -302,72 +302,6 @@ def tensor_scalar_reduce(
     session.core().ledger.compute("vector", what, dst.per_partition)
 
 
-def tensor_scalar_cumulative(
-    dst: Any,
-    src: Any,
-    op0: Any,
-    op1: Any,
-    imm0: Any,
-    imm1: Any = None,
-    reduce_cmd: Any = reduce_cmd.reset_reduce,
-    name: Any = None,
-) -> None:
-    """Compute a running reduction of src op0 imm0 along the free dimensions."""
-    what = "tensor_scalar_cumulative"
-    dst, src = checks.tile(what, "dst", dst), checks.tile(what, "src", src)
-    checks.same_tile(what, dst, src=src)
-    if any(str(one.dtype) in ("int32", "uint32") for one in (dst, src)):
-        fault(f"{what} on 32-bit integers", do="the instruction has no such form")
-    first, second = alu(op0, what="op0"), alu(op1, what="op1")
-    if second.name not in ("add", "subtract", "multiply", "maximum", "minimum"):
-        fault(f"{what}: op1={second!r} cannot accumulate")
-    ready = checks.vector_or_scalar(what, "imm0", imm0, src)
-    values = combine(first, src.read32(), ready).reshape(src.shape[0], -1)
-    from pilotage.kernels.nki.isa.accumulators import begin
-
-    registers = session.core().vector_registers
-    held = begin(what, registers, second, reduce_cmd, imm1, src.shape[0])
-    out = np.empty_like(values)
-    with quiet():
-        for at in range(values.shape[1]):
-            held = second.function(values[:, at], held)
-            out[:, at] = held
-    registers[: len(held)] = held
-    dst.write(out.reshape(dst.shape))
-    session.core().ledger.compute("vector", what, dst.per_partition)
-
-
-def tensor_tensor_scan(
-    dst: Any,
-    data0: Any,
-    data1: Any,
-    initial: Any,
-    op0: Any,
-    op1: Any,
-    reverse0: bool = False,
-    reverse1: bool = False,
-    dtype: Any = None,
-    name: Any = None,
-) -> None:
-    """Compute x[i] = (data0[i] op0 x[i-1]) op1 data1[i] along the free dimensions."""
-    what = "tensor_tensor_scan"
-    dst, data0, data1 = (
-        checks.tile(what, label, one) for label, one in (("dst", dst), ("data0", data0), ("data1", data1))
-    )
-    checks.same_tile(what, dst, data0=data0, data1=data1)
-    checks.not_both_psum(what, data0=data0, data1=data1)
-    first, second = alu(op0, what="op0", legacy=_legacy()), alu(op1, what="op1", legacy=_legacy())
-    a, b = data0.read32().reshape(dst.shape[0], -1), data1.read32().reshape(dst.shape[0], -1)
-    start = checks.vector_or_scalar(what, "initial", initial, data0)
-    held = np.broadcast_to(np.asarray(start, np.float32).reshape(-1), (dst.shape[0],))
-    out = np.empty_like(a)
-    for at in range(a.shape[1]):
-        held = combine(second, combine(first, a[:, at], held, reverse0), b[:, at], reverse1)
-        out[:, at] = held
-    dst.write(out.reshape(dst.shape))
-    session.core().ledger.compute("vector", what, 2 * dst.per_partition)
-
-
 def reciprocal(dst: Any, data: Any, dtype: Any = None, name: Any = None) -> None:
     """Compute 1 / data."""
     dst, data = checks.tile("reciprocal", "dst", dst), checks.tile("reciprocal", "data", data)
@@ -392,50 +326,10 @@ def exponential(
     checks.same_tile("exponential", dst, src=src)
     with quiet():
         values = np.exp(src.read32() - checks.vector_or_scalar("exponential", "max_value", max_value, src))
-    accumulate("exponential", session.core().vector_registers, values, operator_named("add"), reduce_cmd, reduce_res,
+    accumulate("exponential", session.core().vector_registers, values, OPERATORS["add"], reduce_cmd, reduce_res,
                reduce_init)  # fmt: skip
     dst.write(checks.shaped(values, dst))
     session.core().ledger.compute("vector", "exponential", dst.per_partition)
-
-
-def operator_named(name: str) -> Op:
-    """Give an operator by name."""
-    from pilotage.kernels.nki.operators import OPERATORS
-
-    return OPERATORS[name]
-
-
-def bn_stats(dst: Any, data: Any, dtype: Any = None, name: Any = None) -> None:
-    """Write (count, mean, variance times count) of the even and of the odd elements of each partition."""
-    dst, data = checks.tile("bn_stats", "dst", dst), checks.tile("bn_stats", "data", data)
-    if data.per_partition > BN_STATS_FREE:
-        fault(f"bn_stats over {data.per_partition} elements a partition, of at most {BN_STATS_FREE}", do="tile them")
-    if dst.shape[0] != data.shape[0] or dst.per_partition != 6:
-        fault(f"bn_stats writes 6 elements a partition, dst is {dst.shape}")
-    values = data.read32().reshape(data.shape[0], -1)
-    columns = []
-    for part in (values[:, 0::2], values[:, 1::2]):
-        count = part.shape[1]
-        mean = part.mean(1) if count else np.zeros(len(values), np.float32)
-        spread = ((part - mean[:, None]) ** 2).sum(1) if count else np.zeros(len(values), np.float32)
-        columns += [np.full(len(values), count, np.float32), mean, spread]
-    dst.write(np.stack(columns, 1).astype(np.float32).reshape(dst.shape))
-    session.core().ledger.compute("vector", "bn_stats", data.per_partition)
-
-
-def bn_aggr(dst: Any, data: Any, dtype: Any = None, name: Any = None) -> None:
-    """Join (count, mean, variance times count) triples of each partition into its mean and variance."""
-    dst, data = checks.tile("bn_aggr", "dst", dst), checks.tile("bn_aggr", "data", data)
-    if data.per_partition % 3 or dst.shape[0] != data.shape[0] or dst.per_partition != 2:
-        fault(f"bn_aggr of {data.shape} into {dst.shape}", do="give triples, and 2 elements a partition for the result")
-    triples = data.read32().reshape(data.shape[0], -1, 3)
-    count, mean, spread = triples[..., 0], triples[..., 1], triples[..., 2]
-    total = count.sum(1)
-    with quiet():
-        joint = (count * mean).sum(1) / total
-        variance = (spread.sum(1) + (count * (mean - joint[:, None]) ** 2).sum(1)) / total
-    dst.write(np.stack([joint, variance], 1).reshape(dst.shape))
-    session.core().ledger.compute("vector", "bn_aggr", data.per_partition)
 
 
 def nc_stream_shuffle(dst: Any, src: Any, shuffle_mask: Any, dtype: Any = None, name: Any = None) -> None:
@@ -459,8 +353,3 @@ def nc_stream_shuffle(dst: Any, src: Any, shuffle_mask: Any, dtype: Any = None, 
         target[row] = values[at]
     dst.write(target.reshape(dst.shape))
     session.core().ledger.compute("vector", what, dst.per_partition)
-
-
-def cast_dtype(asked: Any, otherwise: Any) -> Any:
-    """Resolve an optional dtype argument."""
-    return otherwise if asked is None else resolve(asked)

@@ -10,4 +10,4 @@ set -euo pipefail
 : "${NODE_RANK:?the number of this machine, from 0}"
 exec torchrun --nnodes "$NODES" --nproc-per-node "${PROCESSES:-2}" --node-rank "$NODE_RANK" \
     --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29400}" \
-    -m pilotage train "$(dirname "$0")/multinode.yaml" "$@"
+    -m pilotage train "${RECIPE:-$(dirname "$0")/multinode.yaml}" "$@"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -96,11 +97,40 @@ def test_the_example_for_torchrun_runs_and_goes_on_elsewhere(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["torchrun", "multinode"])
-def test_the_examples_for_four_processes_run_as_they_are(name: str, tmp_path: Path) -> None:
+def test_the_example_for_four_processes_runs_as_it_is(tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone")
-    outcome = run(*torchrun, "-m", "pilotage", "train", str(example(name, tmp_path)), "--json")
+    outcome = run(*torchrun, "-m", "pilotage", "train", str(example("torchrun", tmp_path)), "--json")
     assert outcome["steps"] == 10
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_launch_on_several_machines_played_by_two_on_this_one(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NODES": "2",
+        "RECIPE": str(example("multinode", tmp_path)),
+        "OMP_NUM_THREADS": "1",
+    }
+    machines = [
+        subprocess.Popen(
+            [str(EXAMPLES / "multinode.sh"), "--json"],
+            env={**environment, "NODE_RANK": str(number)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    said = [machine.communicate(timeout=300) for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], said
+    assert json.loads(said[0][0])["steps"] == 10
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -583,6 +585,21 @@ def test_random_numbers_repeat_with_their_seed_and_fit_their_range() -> None:
         nisa.set_rng_seed(tile([[42]], nl.int32))
         nisa.rng(dst)
     assert got(first) == got(second) and len(set(np.ravel(got(first)))) > 60
+
+
+@pytest.mark.parametrize("name", ["rand_set_state", "rand_get_state"])
+def test_the_state_of_the_hardwares_generator_is_refused(name: str) -> None:
+    with pytest.raises(nisa.NkiValidationError, match="no meaning here"):
+        getattr(nisa, name)(nl.ndarray((128, 6), nl.uint32))
+
+
+def test_every_instruction_has_a_test() -> None:
+    here = Path(__file__).read_text()
+    names = [name for name in nisa.__all__ if inspect.isfunction(getattr(nisa, name)) and not name.startswith("get_")]
+    assert len(names) >= 45
+    # The first and the last are in test_nki_launch, the two between are refused above.
+    others = ["core_barrier", "rand_get_state", "rand_set_state", "sendrecv"]
+    assert [name for name in names if f"nisa.{name}(" not in here] == others
 
 
 def test_dropout_of_none_and_of_all() -> None:

@@ -90,7 +90,7 @@ def _kept(tile: Any, keep: Any) -> Any:
     rows, size = tile.shape
     clean = nl.ndarray((rows, size), dtype=tile.dtype, buffer=nl.sbuf)
     nisa.memset(dst=clean, value=0.0)
-    nisa.tensor_copy_predicated(dst=clean, src=tile, predicate=keep.broadcast(1, size))
+    nisa.tensor_copy_predicated(dst=clean, src=tile, predicate=keep.ap(pattern=[[1, rows], [0, size]], offset=0))
     return cast(clean, nl.float32)
 
 

@@ -36,14 +36,17 @@ def _rotate(x: Any, out: Any, cos: Any, sin: Any, start: int, rows: int) -> None
     width = cos.shape[1]
     half = width // 2
     tile = load(x[start : start + rows, :, :], (rows, heads, size))
-    angles = [load(one[start : start + rows, :], (rows, width)).expand_dim(1).broadcast(1, heads) for one in (cos, sin)]
+    cosines, sines = (load(one[start : start + rows, :], (rows, width)) for one in (cos, sin))
     result = nl.ndarray((rows, heads, size), dtype=x.dtype, buffer=nl.sbuf)
     for mine, other, op in ((0, half, nl.subtract), (half, 0, nl.add)):
         straight = nl.ndarray((rows, heads, half), dtype=x.dtype, buffer=nl.sbuf)
         across = nl.ndarray((rows, heads, half), dtype=x.dtype, buffer=nl.sbuf)
         here, there = slice(mine, mine + half), slice(other, other + half)
-        nisa.tensor_tensor(dst=straight, data1=tile[:, :, here], data2=angles[0][:, :, here], op=nl.multiply)
-        nisa.tensor_tensor(dst=across, data1=tile[:, :, there], data2=angles[1][:, :, here], op=nl.multiply)
+        # The angles of a token serve all its heads: their stride over heads is 0.
+        pattern = [[width, rows], [0, heads], [1, half]]
+        cosine, sine = cosines.ap(pattern=pattern, offset=mine), sines.ap(pattern=pattern, offset=mine)
+        nisa.tensor_tensor(dst=straight, data1=tile[:, :, here], data2=cosine, op=nl.multiply)
+        nisa.tensor_tensor(dst=across, data1=tile[:, :, there], data2=sine, op=nl.multiply)
         nisa.tensor_tensor(dst=result[:, :, here], data1=straight, data2=across, op=op)
     if width < size:
         nisa.tensor_copy(dst=result[:, :, width:size], src=tile[:, :, width:size])

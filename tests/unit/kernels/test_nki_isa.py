@@ -515,6 +515,16 @@ def test_affine_select_is_a_causal_mask() -> None:
     assert got(dst) == [[0, 1, 0], [0, 0, 1], [0, 0, 0]]  # equal is the default comparison
 
 
+def test_positional_order_of_nki_0_2() -> None:
+    dst = nl.ndarray((2, 2), nl.float32)
+    nisa.affine_select(dst, [[1, 2]], -1, 0, tile([[1, 2], [3, 4]]), -9.0)
+    assert got(dst) == [[-9, 2], [-9, 4]]  # offset -1 along the row: equal to zero in column 1
+    nisa.affine_select(dst, [[1, 2]], -1, 0, tile([[1, 2], [3, 4]]), -9.0, nl.less)
+    assert got(dst) == [[1, -9], [3, -9]]
+    nisa.dma_compute(dst, [hbm([[1, 2], [3, 4]])], [1.0], nl.add)
+    assert got(dst) == [[1, 2], [3, 4]]
+
+
 def test_tensor_partition_reduce() -> None:
     dst = nl.ndarray((1, 2), nl.float32)
     for op, expected in ((nl.add, [9, 12]), (nl.maximum, [5, 6]), (nl.average, [3, 4])):

@@ -57,6 +57,13 @@ def affine_select(
 ) -> None:
     """Keep the elements where the affine value, compared with 0, holds; put a constant elsewhere."""
     what = "affine_select"
+    if isinstance(
+        on_false_value, NkiTensor
+    ):  # NKI 0.2: (dst, pattern, offset, channel_multiplier, tile, value, cmp_op)
+        compared = OPERATORS["equal"] if offset == 0 else offset
+        channel_multiplier, on_true_tile, on_false_value, cmp_op, offset = (
+            on_true_tile, on_false_value, cmp_op, compared, channel_multiplier,
+        )  # fmt: skip
     dst = checks.tile(what, "dst", dst, where=_SBUF)
     on_true_tile = checks.tile(what, "on_true_tile", on_true_tile, where=_SBUF)
     checks.same_tile(what, dst, on_true_tile=on_true_tile)

@@ -94,7 +94,9 @@ def _padded(spec: ArchSpec, pad_id: int | None, length: int, side: str) -> Input
         if missing:
             mask[row, slice(0, missing) if side == "left" else slice(length - missing, length)] = 0
     ids = ids.masked_fill(mask == 0, 0 if pad_id is None else pad_id)
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)}
+    # Nothing predicts the first token after padding: a row of padding sees what its implementation likes.
+    predicted = mask.bool() & torch.cat((torch.zeros(ROWS, 1), mask[:, :-1]), dim=1).bool()
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(~predicted, IGNORED)}
 
 
 def _packed(spec: ArchSpec, length: int) -> Inputs:

@@ -388,6 +388,9 @@ class SparseForCausalLM(DecoderForCausalLM):
 class DecoderForSequenceClassification:
     """The backbone and a score of each sequence's last token; mixed in before the `PreTrainedModel`."""
 
+    # A checkpoint of the language model has a head, which this does without.
+    _keys_to_ignore_on_load_unexpected: Any = (r"^lm_head\.",)
+
     def __init__(self: Any, config: Any, backend: BackendConfig | None = None) -> None:
         parent: Any = super()
         parent.__init__(config, backend)

@@ -139,6 +139,8 @@ class StepInputs:
         sampled_tokens: [R] int64, what the last run sampled; None where the graph does not sample.
         inputs_embeds: [T, D], rows that take the place of embedded tokens; None where no request may bring its own.
         is_token_ids: [T] bool, False for those rows; with `inputs_embeds`.
+        hidden_states: [T, D], for a draft head that continues a model's; None for every other model.
+        aux_hidden_states: [T, *], hidden states that the last run handed out for a draft head; None without one.
     """
 
     def __init__(
@@ -205,6 +207,8 @@ class StepInputs:
         self.sampled_tokens: torch.Tensor | None = None
         self.inputs_embeds: torch.Tensor | None = None
         self.is_token_ids: torch.Tensor | None = None
+        self.hidden_states: torch.Tensor | None = None
+        self.aux_hidden_states: torch.Tensor | None = None
         self._copies: dict[int, torch.Tensor] = {}  # by the host tensor's identity
         self._metadata: dict[str, Any] = {}
         self._slots_np = [slots.numpy() for slots in self.slot_mappings]
@@ -220,6 +224,10 @@ class StepInputs:
         """Let requests bring rows [*, width] in the place of tokens."""
         self.inputs_embeds = torch.zeros(self.size, width, dtype=dtype)
         self.is_token_ids = torch.ones(self.size, dtype=torch.bool)
+
+    def add_hidden_states(self, width: int, dtype: torch.dtype) -> None:
+        """Let the graph read a hidden state beside each token."""
+        self.hidden_states = torch.zeros(self.size, width, dtype=dtype)
 
     def on(self, device: torch.device) -> None:
         """Give the graph tensors of its own on `device`; call it after what the graph samples and takes is settled."""
@@ -249,6 +257,7 @@ class StepInputs:
             "sampling_noise": self.sampling_noise,
             "inputs_embeds": self.inputs_embeds,
             "is_token_ids": self.is_token_ids,
+            "hidden_states": self.hidden_states,
         }
         tensors = {name: self._copies.get(id(value), value) for name, value in given.items() if value is not None}
         return {**tensors, "attn_metadata": self._metadata or self.attn_metadata}
@@ -256,7 +265,10 @@ class StepInputs:
     def tensors(self) -> list[torch.Tensor]:
         """Return every tensor that is written before a run."""
         own = [self.input_ids, self.positions, self.sampling_positions, self.query_start_loc, self.seq_lens]
-        some = (self.sampling_params, self.sampling_noise, self.inputs_embeds, self.is_token_ids)
+        some = (
+            *(self.sampling_params, self.sampling_noise),
+            *(self.inputs_embeds, self.is_token_ids, self.hidden_states),
+        )
         own += [tensor for tensor in some if tensor is not None]
         return [*own, self.cached_seq_len, self.token_to_req, *self.slot_mappings, *self.block_tables]
 

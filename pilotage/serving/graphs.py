@@ -99,8 +99,11 @@ class Graphs:
                 inputs.add_sampling()
             if model_config.enable_prompt_embeds:
                 inputs.add_embeds(model_config.get_hidden_size(), model_config.dtype)
+            if (width := getattr(model, "hidden_states_width", None)) is not None:
+                inputs.add_hidden_states(int(width), model_config.dtype)
             if self.target.staged:
                 inputs.on(self.device)
+        self._aux_layers: tuple[int, ...] = getattr(model, "aux_hidden_state_layers", ())
         self.token_buckets, self.seq_buckets = tuple(token_buckets), tuple(seq_buckets)
         self.tokens_per_req = tokens_per_req
         self.compiled: dict[tuple[str, Key], Callable[..., tuple[Tensor, Tensor]]] = {}
@@ -220,6 +223,7 @@ class Graphs:
             **({"taps": self.taps.signature()} if self.taps is not None else {}),
             "groups": [dataclasses.asdict(group) for group in groups],
             **({"tokens_per_req": self.tokens_per_req} if self.tokens_per_req > 1 else {}),
+            **({"aux_hidden_state_layers": self._aux_layers} if self._aux_layers else {}),
             "prefill_rows": prefill_rows[:1],
             **({"prompt_embeds": True} if self.vllm_config.model_config.enable_prompt_embeds else {}),
             "options": self._options,
@@ -351,7 +355,9 @@ class Graphs:
             forward = self.compiled[self._variant(), key]
         inputs.send()
         with self._tapped(inputs, hooks=self.eager):
-            *tokens, logits, hidden = forward(**self._arguments(inputs))
+            found = list(forward(**self._arguments(inputs)))
+        inputs.aux_hidden_states = found.pop() if self._aux_layers else None
+        *tokens, logits, hidden = found
         inputs.sampled_tokens = tokens[0] if tokens else None
         return logits.to("cpu"), hidden
 

@@ -24,6 +24,7 @@ from pilotage.probe.discovery import SiteInfo, describe
 from pilotage.probe.plan import Taps
 from pilotage.probe.replacement import TensorReplacer
 from pilotage.serving.batch import Forward, StepInputs
+from pilotage.serving.captured import Captured
 from pilotage.serving.platform import PROMPT_KEY
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class Probing:
         self.group = parallel.get_tp_group()
         self.taps: Taps | None = None
         self.writer: CaptureWriter | None = None
+        self._unsettled: list[Captured] = []
         self.capturing: list[str] = []
         self.replacer: TensorReplacer | None = None
         self.replacing: list[str] = []
@@ -147,6 +149,7 @@ class Probing:
     def capture_stop(self) -> dict[str, Any]:
         """Stop writing; returns {"directory", "steps", "observer"} on the first rank."""
         writer, self.writer, self.capturing = self.writer, None, []
+        self._unsettled.clear()
         self._tap([], self.replacing)
         if writer is None:
             return {}
@@ -308,15 +311,30 @@ class Probing:
             return
         for req_id in ids:
             self.writer.request(req_id, states[req_id].prompt_token_ids or [])
-        requests = [req_id for req_id, count in zip(ids, forward.num_tokens, strict=True) for _ in range(count)]
-        sampled = inputs.sampling_positions[: inputs.sampled]
-        self.writer.add(
-            rows,
-            requests=requests,
+        step = Captured(
+            rows=rows,
+            requests=[req_id for req_id, count in zip(ids, forward.num_tokens, strict=True) for _ in range(count)],
             positions=_addresses(forward, ids, states),
             tokens=inputs.input_ids[:total],
-            sampled=sampled,
+            sampled=inputs.sampling_positions[: inputs.sampled],
         )
+        if inputs.verifies:  # some rows may be of drafts that fall
+            self._unsettled.append(step.copied())
+        else:
+            self.writer.add(step.rows, **step.index())
+
+    def settle(self, computed: Mapping[str, int]) -> None:
+        """Save what was held back until it was known which drafts stand; those that fell are no request's rows.
+
+        Args:
+            computed: by request how many of its positions are computed for good.
+        """
+        held, self._unsettled = self._unsettled, []
+        for step in held if self.writer is not None else ():
+            assert self.writer is not None
+            kept = step.until(computed)
+            if kept.requests:
+                self.writer.add(kept.rows, **kept.index())
 
     def _joined(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gather the ranks' shares of rows on the first rank; elsewhere the shares stay."""

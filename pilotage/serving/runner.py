@@ -178,6 +178,9 @@ class ModelRunner:
             if device is not None:
                 device.keep(inputs, forward, rows, unfinished)
             self.probing.after(inputs, forward, ids, self.requests.states)
+            if self.proposer is not None and inputs.aux_hidden_states is not None:
+                before = rows.num_computed_tokens_cpu[list(forward.rows)].tolist()
+                self.proposer.observe(ids, forward.num_tokens, before, inputs.aux_hidden_states)
             if self.recorder is not None:
                 computed = [int(rows.num_computed_tokens_cpu[row]) for row in forward.rows]
                 sampled_at = inputs.sampling_positions[: inputs.sampled].tolist()
@@ -253,6 +256,8 @@ class ModelRunner:
         if self.prompt_scores.wanted:
             scores = self.prompt_scores.collect(self.requests.states, hidden, self.graphs.compute_logits)
         self.requests.append(sampled)
+        # The newest token of a request is not computed yet.
+        self.probing.settle({name: int(rows.num_tokens_no_spec[row]) - 1 for row, name in enumerate(rows.req_ids)})
         self._propose(sampled)
         return ModelRunnerOutput(
             req_ids=list(rows.req_ids),
@@ -296,7 +301,10 @@ class ModelRunner:
         forced.force_drafts(logits, [1 + len(ids) for ids in drafts])
         forced.done_with_drafts = True
         try:
-            return self.rejection_sampler(speculation.metadata(drafts), None, logits, rows.sampling_metadata)
+            choice = self.proposer.choice if self.proposer is not None else None
+            ids = rows.req_ids[: rows.num_reqs]
+            chances = choice.probabilities(ids, drafts, logits.shape[1]) if choice is not None else None
+            return self.rejection_sampler(speculation.metadata(drafts), chances, logits, rows.sampling_metadata)
         finally:
             forced.done_with_drafts = False
 
@@ -310,7 +318,10 @@ class ModelRunner:
         for row in wanted:
             room = min(self.tokens_per_req - 1, rows.max_model_len - int(rows.num_tokens_no_spec[row]))
             stated = speculation.named(self.requests.states[rows.req_ids[row]], room)
-            drafts[row] = drafts[row] if stated is None else stated
+            if stated is not None:
+                drafts[row] = stated
+                if self.proposer.choice is not None:
+                    self.proposer.choice.forget(rows.req_ids[row])
         self._drafts = DraftTokenIds(list(rows.req_ids), drafts)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:

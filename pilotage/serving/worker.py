@@ -30,7 +30,7 @@ from pilotage.kernels.cpu.pages import use_huge_pages
 from pilotage.serving import compile_cache, compile_mode, kv, kv_scales, layout, loading, speculation, targets, threads
 from pilotage.serving.kv_read import KVReader
 from pilotage.serving.runner import ModelRunner
-from pilotage.serving.speculation import draft
+from pilotage.serving.speculation import lanes
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -109,8 +109,7 @@ class PilotageWorker(WorkerBase):
         with set_current_vllm_config(self.vllm_config):
             cache_8bit = kv_scales.requested(self.vllm_config)
             self.model, self.ledger = loading.load_model(self.vllm_config, device=self.device, cache_8bit=cache_8bit)
-            if speculation.needs_model(self.vllm_config):
-                self.draft_model, _ = loading.load_model(draft.config_of_draft(self.vllm_config), device=self.device)
+            self.draft_model = speculation.load(self.vllm_config, self.model)
         for model in (self.model, self.draft_model):
             use_huge_pages(model.parameters() if model is not None else ())
         self.load_s = time.perf_counter() - start
@@ -131,7 +130,7 @@ class PilotageWorker(WorkerBase):
         if not self.target.staged:  # the ranks of this machine share its memory
             free //= layout.ranks_on_this_machine(self.vllm_config)
         if self.draft_model is not None:
-            free -= draft.cache_bytes(self.draft_model, self.vllm_config)
+            free -= lanes.cache_bytes(self.draft_model, self.vllm_config)
         return kv.available_bytes(self.vllm_config, self.kv_specs, free)
 
     @_explained

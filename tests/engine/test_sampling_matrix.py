@@ -311,3 +311,19 @@ def test_two_ranks_sample_alike(tiny: Callable[..., Path], oracle: Any) -> None:
             check_tokens(generate(llm, prompts, 12), [oracle(path).greedy(prompt, 12) for prompt in prompts])
             found.append(tokens_of(generate(llm, prompts, 12, temperature=1.0, seed=4)))
     assert found[0] == found[1]
+
+
+def test_a_forbidden_phrase_of_several_tokens(served: tuple[Path, Any]) -> None:
+    """Its last token is barred where the others stand before it, at every step, and nowhere else."""
+    _, llm = served
+    tokenizer = llm.get_tokenizer()
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "bcdfghjkqvwxz"]
+    (prompt,) = prompts_of((9,), seed=37)
+    sampling: dict[str, Any] = {"allowed_token_ids": letters}
+    (free,) = tokens_of(generate(llm, [prompt], 24, **sampling))
+    for first in (0, 1, 7):
+        phrase = tokenizer.decode(free[first : first + 3])
+        assert tokenizer.encode(phrase, add_special_tokens=False) == free[first : first + 3]
+        (tokens,) = tokens_of(generate(llm, [prompt], 24, **sampling, bad_words=[phrase]))
+        triples = [tokens[at : at + 3] for at in range(22)]
+        assert free[first : first + 3] not in triples and tokens[: first + 2][:2] == free[:2]

@@ -217,3 +217,50 @@ def check_pairs(model: Any, prompt: list[int], found: list[Any], top_k: int) -> 
             looked_at += 1
         begun.append(Counter(tokens[position] for tokens in tails).most_common(1)[0][0])
     assert looked_at >= 2
+
+
+def test_drawn_drafts_are_verified_by_their_probabilities(tiny: Callable[..., Path], oracle: Any) -> None:
+    """Greedy requests as without drafts; sampled ones distributed as without, and accepted more often."""
+    path = tiny("gemma3")
+    speculative = {"method": "draft_model", "model": str(noisy(path)), "num_speculative_tokens": 3}
+    (prompt,) = prompts_of((21,), seed=42)
+    shares = {}
+    for method in ("greedy", "probabilistic"):
+        with engine(path, {**speculative, "draft_sample_method": method}) as llm:
+            prompts = prompts_of((7, 33, 64), seed=44)
+            check_tokens(generate(llm, prompts, 20), [oracle(path).greedy(prompt, 20) for prompt in prompts])
+            before = drafts(llm)
+            (output,) = generate(llm, [prompt], 3, n=900, temperature=1.0, top_k=12)
+            check_pairs(oracle(path), prompt, [choice.token_ids for choice in output.outputs], 12)
+            counted, stood = (now - then for now, then in zip(drafts(llm), before, strict=True))
+            shares[method] = stood / counted
+    assert shares["probabilistic"] > shares["greedy"] > 0, shares
+
+
+def test_ngrams_have_no_probabilities(tiny: Callable[..., Path]) -> None:
+    from pilotage.core.errors import PilotageError
+
+    speculative = {**NGRAM, "draft_sample_method": "probabilistic"}
+    with (
+        pytest.raises(PilotageError, match="n-grams, which have no probabilities"),
+        engine(tiny("gemma3"), speculative),
+    ):
+        pass
+
+
+def test_captured_rows_under_speculation(served: tuple[Path, Any], tmp_path: Path) -> None:
+    """Every computed position of a request has the row of its own token; drafts that fell have none."""
+    from test_capture import check
+
+    from pilotage.probe import Captures
+
+    path, llm = served
+    prompts = [[7, *prompt] for prompt in repeating(seed=28)]  # nothing in the prefix cache
+    before = drafts(llm)
+    llm.collective_rpc("capture_start", args=(str(tmp_path), ["model.layers.*", "model.layers.1.self_attn.q_rope"]))
+    outputs = generate(llm, prompts, 24)
+    llm.collective_rpc("capture_stop")
+    counted, stood = (after - b for after, b in zip(drafts(llm), before, strict=True))
+    assert 0 < stood < counted
+    cached = [output.num_cached_tokens for output in outputs]
+    check(Captures.open(tmp_path), path, prompts, tokens_of(outputs), cached)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import pilotage.functional as NF
@@ -20,6 +21,7 @@ from pilotage.nn import gated_mlp, project
 from pilotage.parallel import get_component, heads_per_rank, kv_shards, per_rank
 
 Rope = tuple[Tensor, Tensor]
+AUX_HIDDEN_STATES = "aux_hidden_states"  # of a context: [..., layers * D], the stream at the depths that were asked for
 
 
 class GroupedQueryAttention(nn.Module):
@@ -142,7 +144,13 @@ class DecoderBackbone(nn.Module):
         layer_class: called with (config, layer index, backend); its instances with (x, rope, context).
         embedding_scale: factor on the embedded rows, None for none.
         unit_offset: norms store their weight minus one.
+
+    Attributes:
+        aux_hidden_state_layers: after how many layers, 0 being the embedding, the stream is put into the context too,
+            ascending.
     """
+
+    aux_hidden_state_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -166,6 +174,11 @@ class DecoderBackbone(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, ctx: Any) -> Tensor:
         """Run the layers: embedded tokens x [..., D] and positions [...] -> normalised hidden states [..., D]."""
         tables = {kind: NF.rope_table(positions, frequencies, x.dtype) for kind, frequencies in self.rope.items()}
-        for layer, kind in zip(self.layers, self.layer_types, strict=True):
+        kept = [x] if 0 in self.aux_hidden_state_layers else []
+        for done, (layer, kind) in enumerate(zip(self.layers, self.layer_types, strict=True), start=1):
             x = layer(x, tables[kind], ctx)
+            if done in self.aux_hidden_state_layers:
+                kept.append(x)
+        if kept:
+            ctx[AUX_HIDDEN_STATES] = torch.cat(kept, dim=-1)
         return self.norm(x)

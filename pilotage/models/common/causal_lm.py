@@ -15,6 +15,7 @@ from pilotage import weights
 from pilotage.core.errors import ConfigError, Unsupported
 from pilotage.core.tap import tapped
 from pilotage.models.common.backend import BackendConfig
+from pilotage.models.common.blocks import AUX_HIDDEN_STATES
 from pilotage.models.common.context import PagedContext
 from pilotage.models.common.kv import KVSpec, LayerSpec
 from pilotage.nn import pack
@@ -38,6 +39,8 @@ class CausalLM(nn.Module):
     lm_head: Any
     # Which parameters of a request the graph applies where it samples; see `core.config.TargetConfig`.
     on_device_sampling: frozenset[str] = frozenset({"temperature", "top_k", "top_p"})
+    # Whether the hidden states of single layers can be handed out for an EAGLE3 head: vLLM's SupportsEagle3.
+    supports_eagle3: ClassVar[bool] = False
     # Of keys and values where it is not that of the weights; 8-bit floats need the layers' scales.
     kv_cache_dtype: torch.dtype | None = None
     # Whether attention goes through the context with the keys and values that are cached, which can then be rounded.
@@ -110,7 +113,7 @@ class CausalLM(nn.Module):
         Returns:
             logits [num_reqs, V] in the model's dtype, whole on every rank; with `sampling_params` the sampled tokens
             [num_reqs] int64 before them; with `return_hidden` the hidden states [T, D] after the final norm behind
-            them.
+            them, and behind those the ones of `aux_hidden_state_layers`, [T, layers * D], where there are any.
 
         Raises:
             Unsupported: `spec_decode_metadata` is given.
@@ -129,11 +132,14 @@ class CausalLM(nn.Module):
             if inputs_embeds is not None and is_token_ids is not None:
                 x = torch.where(is_token_ids[:, None], x, inputs_embeds.to(x.dtype))
             hidden = enter(self.model(x, positions, context))
+            aux = enter(context[AUX_HIDDEN_STATES]) if self.aux_hidden_state_layers else None
         with NF.padded(input_ids.shape[0], ends):  # in a decode graph, whose sampled rows are its tokens
             logits = self.compute_logits(hidden[sampling_positions])
         if logit_mask is not None:
             logits = logits.masked_fill(~logit_mask, float("-inf"))
         found: tuple[Tensor, ...] = (logits, hidden) if return_hidden else (logits,)
+        if return_hidden and aux is not None:
+            found = (*found, aux)
         if sampling_params is not None:
             found = (self._sample(logits, sampling_params, sampling_noise), *found)
         return found if len(found) > 1 else logits
@@ -145,6 +151,32 @@ class CausalLM(nn.Module):
         if noise is None:
             noise = torch.rand(logits.shape[0], dtype=torch.float64, device=logits.device)
         return NF.sample_tokens(logits, sampling_params, noise, top_k="top_k" in stages, top_p="top_p" in stages)
+
+    @property
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
+        """After how many layers the hidden states are handed out too; none unless they were asked for."""
+        layers: tuple[int, ...] = getattr(self.model, "aux_hidden_state_layers", ())
+        return layers
+
+    def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
+        """Hand out the hidden states after so many layers, 0 being the embedding.
+
+        Raises:
+            Unsupported: the architecture does not do that, or has not so many layers.
+        """
+        where = type(self).__name__
+        if not self.supports_eagle3:
+            raise Unsupported("its layers' hidden states are not handed out, which EAGLE3 needs", where=where)
+        if not layers or min(layers) < 0 or max(layers) > len(self.model.layers):
+            raise Unsupported(
+                f"hidden states after {list(layers)} layers; the model has {len(self.model.layers)}", where=where
+            )
+        self.model.aux_hidden_state_layers = tuple(sorted(set(layers)))
+
+    def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
+        """The layers that EAGLE3's authors take where a head does not say which."""
+        count = len(self.model.layers)
+        return 2, count // 2, count - 3
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
         """Embed input_ids [T] -> [T, D]."""

@@ -45,6 +45,7 @@ class LlamaForCausalLM(CausalLM):
 
     config_class = Llama3Config
     weight_map = staticmethod(weight_map)
+    supports_eagle3 = True
 
     def __init__(
         self,

@@ -51,6 +51,7 @@ class Qwen3ForCausalLM(CausalLM):
 
     config_class = Qwen3Config
     weight_map = staticmethod(weight_map)
+    supports_eagle3 = True
 
     def __init__(
         self,

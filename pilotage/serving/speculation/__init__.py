@@ -11,6 +11,7 @@ from pilotage.serving.speculation.ngram import Ngram
 from pilotage.serving.speculation.proposer import (
     DRAFTS_KEY,
     Proposer,
+    load,
     named,
     needs_model,
     proposer,
@@ -23,6 +24,7 @@ __all__ = [
     "DRAFTS_KEY",
     "Ngram",
     "Proposer",
+    "load",
     "metadata",
     "named",
     "needs_model",

@@ -35,8 +35,13 @@ def continuation(tokens: npt.NDArray[np.int32], *, count: int, shortest: int, lo
 class Ngram:
     """Proposes by `continuation`; needs no model."""
 
+    choice = None
+
     def __init__(self, *, count: int, shortest: int, longest: int, max_model_len: int) -> None:
         self.count, self.shortest, self.longest, self.max_model_len = count, shortest, longest, max_model_len
+
+    def observe(self, *states: object) -> None:
+        """Do nothing: it reads tokens only."""
 
     def warm_up(self) -> float:
         """Do nothing: there is nothing to compile."""

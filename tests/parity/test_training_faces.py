@@ -17,7 +17,7 @@ BOUND = 2e-6
 # Latent attention is computed in the space of the latents, in which transformers does not.
 LATENT_BOUND, LATENT_TOLERANCE = 4e-5, 8e-5
 # The others share their code with these: whole in `make test-all`.
-SLOW = ("mistral", "mixtral", "gemma2", "qwen2")
+SLOW = ("mistral", "mixtral", "gemma2", "qwen2", "qwen3")
 COVERED = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in NAMES]
 
 

@@ -98,6 +98,7 @@ def test_every_face_passes_in_both_dtypes(name: str, tiny: Tiny) -> None:
     assert all(verdict.status is Status.PASS for verdict in found.verdicts), found.verdicts
 
 
+@pytest.mark.slow
 def test_the_command_prints_json_and_leaves_with_its_code(tiny: Tiny) -> None:
     command = [sys.executable, "-m", "pilotage", "validate", "--train", str(tiny("llama3")), "--arm", "float32"]
     done = subprocess.run([*command, "--eager", "--json"], capture_output=True, text=True, check=False)

@@ -62,6 +62,8 @@ def read(
     spec = ArchSpec.from_hf(hf_config)
     _refuse_unread(spec, config, own)
     for name, plain in PLAIN.items():
+        if name == "modalities" and spec.wrapper_type:  # towers beside a nested language model: `common.nested`
+            continue
         field = spec.fields[name]
         if name not in beyond and field.value != plain:
             raise refusal(spec, name, f"{field.value!r} is not implemented by this model; it has {plain!r}")

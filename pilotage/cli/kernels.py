@@ -264,6 +264,10 @@ def _registry(load: list[Path] | None) -> Any:
     import pilotage.functional  # noqa: F401  defines and registers
     from pilotage.kernels import table
 
+    if load:
+        from pilotage.kernels import nki
+
+        nki.install()  # kernels for NeuronCores import these names at their top
     table.load(load or ())
     return table
 
@@ -313,11 +317,14 @@ def _show_hits(query: Any, hits: list[Any], target: str) -> None:
 def _show_checked(results: list[Checked], checks: tuple[str, ...]) -> None:
     rows = []
     for one in results:
-        ratio = ", ".join(f"{name} {'exact' if value is None else f'{value:.2f}'}" for name, value in one.ratio.items())
-        cells = [(status.value if (status := one.of(name)) is not None else "-") for name in checks]
-        verdict = f"not run: {one.missing}" if one.missing else one.status.value
-        rows.append((one.implementation, one.language, str(one.ran), ratio, *cells, verdict))
-    _print(("implementation", "language", "cases", "error / definition's", *checks, "verdict"), rows)
+        ratio = ", ".join(f"{name} {'exact' if value is None else f'{value:.3g}'}" for name, value in one.ratio.items())
+        passed = [name for name in checks if (status := one.of(name)) is not None and status.value == "pass"]
+        failed = [name for name in checks if (status := one.of(name)) is not None and status.value != "pass"]
+        verdict = f"not run: {one.missing}" if one.missing else one.status.value.replace("_", " ")
+        rows.append(
+            (one.implementation, one.language, str(one.ran), ratio, ", ".join(passed), ", ".join(failed), verdict)
+        )
+    _print(("implementation", "language", "cases", "error / definition's", "passed", "failed", "verdict"), rows)
     for one in results:
         for finding in one.failures[:SHOWN]:
             _say(f"{one.implementation}: {finding.check}, {finding.case}: {finding.detail}")

@@ -42,6 +42,10 @@ DIMS = {
     "J": 12,
     "L": 24,
 }
+_USUAL = {  # requests longer than a window
+    "flash_attention": {"T": 40},
+    "segmented_attention": {"T": 40},
+}
 _FIXED = {  # tensors whose dtype is not the model's
     "token_to_req": torch.int32,
     "positions": torch.int32,
@@ -102,7 +106,7 @@ class Case:
 
 def complete(operator: str, dims: Mapping[str, int]) -> dict[str, int]:
     """Fill in the letters that are not given; a letter that follows from others follows."""
-    out = {**DIMS, **dims}
+    out = {**DIMS, **_USUAL.get(operator, {}), **dims}
     if "N" in dims and "K" not in dims and out["N"] % out["K"]:
         out["K"] = 1
     if "K" in dims and "N" not in dims:

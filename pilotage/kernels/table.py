@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,13 @@ def load(files: Sequence[Path]) -> None:
     for file in files:
         if not file.is_file():
             raise BadInput("no such file", where=str(file), do="name a Python file that registers implementations")
+        sys.path.insert(0, str(file.resolve().parent))  # as if it were run: it may import what lies beside it
         try:
             runpy.run_path(str(file), run_name=f"pilotage_loaded_{file.stem}")
         except Exception as error:
             raise BadInput(f"{type(error).__name__}: {error}", where=str(file), do="correct the file") from error
+        finally:
+            sys.path.remove(str(file.resolve().parent))
 
 
 def rows(operator: str | None = None) -> list[dict[str, Any]]:

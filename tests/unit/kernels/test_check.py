@@ -173,6 +173,13 @@ def test_a_mask_that_is_missing_and_a_cache_that_is_overwritten(checked: Registe
         return definition(*args, **far)
 
     assert "values" in failed(checked("flash_attention", every_key))
+    registry._OPERATORS["flash_attention"].pop("tested")
+
+    def no_window(*args: Any, **kwargs: Any) -> Tensor:
+        return definition(*args, **{**kwargs, "window": None})
+
+    found = checked("flash_attention", no_window)
+    assert {one.case for one in found.failures} == {"window=7, fp32", "all cases, fp32"}
 
     def padding_too(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *, slot_mapping: Tensor) -> None:
         page, offset = slot_mapping // k_cache.shape[2], slot_mapping % k_cache.shape[2]

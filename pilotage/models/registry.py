@@ -54,7 +54,6 @@ class ModelEntry:
 
 
 _DENSE, _SPARSE = frozenset({"dense"}), frozenset({"moe"})
-_NESTED, _TEXT_OF = frozenset({"text of multimodal"}), "pilotage.models.common.nested:TextOfMultimodal"
 _IN_TREE = (
     ModelEntry("DeepseekV3ForCausalLM", "pilotage.models.deepseek_v3.factory:DeepseekV3ForCausalLM", _SPARSE),
     ModelEntry("Gemma2ForCausalLM", "pilotage.models.gemma2.factory:Gemma2ForCausalLM", _DENSE),
@@ -67,12 +66,12 @@ _IN_TREE = (
     ModelEntry("Qwen2ForCausalLM", "pilotage.models.qwen2.factory:Qwen2ForCausalLM", _DENSE),
     ModelEntry("Qwen3ForCausalLM", "pilotage.models.qwen3.factory:Qwen3ForCausalLM", _DENSE),
     ModelEntry("Qwen3MoeForCausalLM", "pilotage.models.qwen3_moe.factory:Qwen3MoeForCausalLM", _SPARSE),
-    # Wrappers around one of those, or around any of them.
-    ModelEntry("Gemma3ForConditionalGeneration", _TEXT_OF, _NESTED),
-    ModelEntry("Gemma4ForConditionalGeneration", _TEXT_OF, _NESTED),
-    ModelEntry("LlavaForConditionalGeneration", _TEXT_OF, _NESTED),
-    ModelEntry("LlavaNextForConditionalGeneration", _TEXT_OF, _NESTED),
-    ModelEntry("Mistral3ForConditionalGeneration", _TEXT_OF, _NESTED),
+)
+# Multimodal architectures around one of those, served on text; a package of their own comes first.
+_NESTED = frozenset({"text of multimodal"})
+_WRAPPERS = tuple(
+    ModelEntry(f"{name}ForConditionalGeneration", "pilotage.models.common.nested:TextOfMultimodal", _NESTED)
+    for name in ("Gemma3", "Gemma4", "Llava", "LlavaNext", "Mistral3")
 )
 
 
@@ -82,7 +81,7 @@ def entries() -> dict[str, ModelEntry]:
     Raises:
         BadInput: two installed packages claim one architecture.
     """
-    found = {entry.architecture: entry for entry in _IN_TREE}
+    found = {entry.architecture: entry for entry in (*_WRAPPERS, *_IN_TREE)}
     for point in entry_points(group=GROUP):
         origin = point.dist.name if point.dist is not None else "unknown"
         known = found.get(point.name)

@@ -29,6 +29,8 @@ ENVIRONMENT = {
     "`NEURON_PLATFORM_TARGET_OVERRIDE` names a chip, else the first of neuron and cuda whose packages and device are "
     "here, else `cpu`.",
     "PILOTAGE_DISABLE": "`1`: vLLM runs as if pilotage were not installed.",
+    "TRITON_INTERPRET": "`1`: Triton kernels run on the CPU in Triton's interpreter, in fp32; slow. Read before the "
+    "process imports triton.",
     "NKI_SIMULATOR": "`1`: NKI kernels run in the interpreter, our own for every operator they take; it answers to the "
     "names `nki` and `neuronxcc.nki` where the real packages are absent.",
     "NKI_PRECISE_FP": "`0`: the interpreter holds bfloat16 and 8-bit floats in float32, which tells a kernel's logic "

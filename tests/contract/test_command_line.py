@@ -11,7 +11,20 @@ import pytest
 
 PILOTAGE = Path(sys.executable).with_name("pilotage")
 VERBS = [
-    *("diff", "new", "weights", "smoke", "validate", "bench", "onboard", "doctor", "report", "compare", "invariance"),
+    *(
+        "diff",
+        "new",
+        "weights",
+        "smoke",
+        "validate",
+        "bench",
+        "onboard",
+        "doctor",
+        "report",
+        "compare",
+        "kernels",
+        "invariance",
+    ),
     *("train", "consistency"),
 ]
 
@@ -58,6 +71,8 @@ def test_help_imports_neither_torch_nor_vllm(verb: str) -> None:
         ["invariance", "/no/such/model"],
         ["train", "/no/such/recipe.yaml"],
         ["consistency", "/no/such/model"],
+        ["kernels", "check", "rms_nrom"],
+        ["kernels", "explain", "rms_norm", "--shape", "a,b"],
         ["weights"],
         ["no-such-verb"],
     ],

@@ -2,6 +2,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <omp.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -77,11 +78,11 @@ void run_linear(const Tensor& x, int64_t m, const Tensor& weight, const std::opt
       return;
     }
   }
-  const int64_t blocks = (n + kWeightRowsAtATime - 1) / kWeightRowsAtATime;
-#pragma omp parallel for schedule(dynamic, 1) if (blocks > 1)
-  for (int64_t block = 0; block < blocks; ++block) {
-    const int64_t first = block * kWeightRowsAtATime, rows = std::min<int64_t>(kWeightRowsAtATime, n - first);
-    linear_block<T>(padded.rows, w + first * k, b ? b + first : nullptr, y + first, m, rows, k, padded.k, n);
+  // Four blocks a thread at least: a narrow weight in few blocks would leave threads waiting.
+  const int64_t share = n / (4 * omp_get_max_threads()), block = std::clamp<int64_t>((share + 15) / 16 * 16, 16, kWeightRowsAtATime);
+#pragma omp parallel for schedule(dynamic, 1) if (n > block)
+  for (int64_t first = 0; first < n; first += block) {
+    linear_block<T>(padded.rows, w + first * k, b ? b + first : nullptr, y + first, m, std::min(block, n - first), k, padded.k, n);
   }
 }
 

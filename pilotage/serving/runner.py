@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 import pilotage.functional as NF
 from pilotage.core.config import TargetConfig
 from pilotage.core.errors import Unsupported
+from pilotage.functional import count_fallbacks
 from pilotage.serving import batch, buckets, speculation
 from pilotage.serving.device_sampling import DeviceSampling
 from pilotage.serving.graphs import Graphs
@@ -114,6 +115,7 @@ class ModelRunner:
             tokens_per_req=self.tokens_per_req,
         )
         self.graphs.taps = self.probing.taps
+        self.probing.speculates = self.tokens_per_req > 1
         self.device_sampling = self._device_sampling()
         self.recorder: Recorder | None = None
         self._pending: tuple[SchedulerOutput, list[batch.Scheduled], Tensor, dict[str, Tensor]] | None = None
@@ -416,8 +418,10 @@ class ModelRunner:
 
     def receipt(self) -> Mapping[str, Any]:
         """Return which operators ran, which graphs were compiled, and what was tapped and replaced."""
+        operators = self.graphs.receipt()
         return {
-            "operators": self.graphs.receipt(),
+            "operators": operators,
+            "kernel_fallbacks": count_fallbacks(operators),
             "buckets": self.graphs.table,
             "observer": self.probing.observer,
             "replacement": self.probing.receipt(),

@@ -55,6 +55,7 @@ class Probing:
         self.group = parallel.get_tp_group()
         self.taps: Taps | None = None
         self.writer: CaptureWriter | None = None
+        self.speculates = False  # whether requests may have drafts; set by the runner
         self._unsettled: list[Captured] = []
         self.capturing: list[str] = []
         self.replacer: TensorReplacer | None = None
@@ -318,7 +319,7 @@ class Probing:
             tokens=inputs.input_ids[:total],
             sampled=inputs.sampling_positions[: inputs.sampled],
         )
-        if inputs.verifies:  # some rows may be of drafts that fall
+        if self.speculates:  # some rows may be of drafts that fall, also in a prefill graph
             self._unsettled.append(step.copied())
         else:
             self.writer.add(step.rows, **step.index())

@@ -317,7 +317,7 @@ def test_a_forbidden_phrase_of_several_tokens(served: tuple[Path, Any]) -> None:
     """Its last token is barred where the others stand before it, at every step, and nowhere else."""
     _, llm = served
     tokenizer = llm.get_tokenizer()
-    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "bcdfghjkqvwxz"]
+    letters = [tokenizer.convert_tokens_to_ids(letter) for letter in "bcdfgjkqvwxz"]
     (prompt,) = prompts_of((9,), seed=37)
     sampling: dict[str, Any] = {"allowed_token_ids": letters}
     (free,) = tokens_of(generate(llm, [prompt], 24, **sampling))

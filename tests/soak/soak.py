@@ -1,11 +1,12 @@
 """Load a server with everything that clients do to one, and check that nothing is lost, wrong, stuck or leaked.
 
-    python tests/soak/soak.py --requests 2000
+    python tests/soak/soak.py --requests 2000 [--compiled] [--ranks 2] [--ngram 3]
 
 Requests have random lengths and arrive side by side; many share prefixes; some are dropped by the client in the middle
 of their stream, some have parameters that mean nothing, some are longer than the model. Afterwards: every request was
 answered as it should be, greedy answers (a sample) equal Hugging Face's, no request is left in the scheduler, no page
-is held, memory has not grown, and SIGTERM ends every process with code 0.
+is held, memory has not grown, and SIGTERM ends every process with code 0. The cache is too small for the load: requests
+must have been preempted, with `--ngram` drafts must have stood and fallen.
 
 Exit code 0 when all of that holds, 1 when not, 2 for wrong arguments.
 """
@@ -33,6 +34,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MAX_MODEL_LEN = 160
 VOCAB = 256
+PAGES = 40
+ENOUGH_TO_PREEMPT = 100  # requests; fewer may happen to fit
 # Greedy answers may differ where the two best logits are closer than this: then both tokens are right.
 TIE = 1e-4
 TIMEOUT_S = 120.0
@@ -61,6 +64,7 @@ class Seen:
     greedy: list[tuple[list[int], list[int]]] = field(default_factory=list)
     rss: list[int] = field(default_factory=list)
     slowest_s: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def prompt_of(draw: random.Random, prefixes: list[list[int]]) -> list[int]:
@@ -161,8 +165,21 @@ def metric(text: str, name: str) -> float:
     return sum(float(value) for value in found)
 
 
-async def load(url: str, model: str, pid: int, requests: int, seed: int, side_by_side: int) -> Seen:
-    """Send all requests, then wait until the server is idle and read its metrics."""
+COUNTED = ("num_preemptions_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total")
+
+
+async def load(
+    url: str, model: str, pid: int, requests: int, seed: int, side_by_side: int, *, drafts: bool = False
+) -> Seen:
+    """Send all requests, then wait until the server is idle and read its metrics.
+
+    Args:
+        url, model, pid: of the server.
+        requests: how many.
+        seed: of their contents.
+        side_by_side: requests that are open at a time.
+        drafts: whether the server speculates.
+    """
     import httpx
 
     draw = random.Random(seed)
@@ -193,6 +210,11 @@ async def load(url: str, model: str, pid: int, requests: int, seed: int, side_by
         done = metric(text, "vllm:request_success_total")
         if done < seen.counts["greedy"] + seen.counts["sampled"] + seen.counts["stream"]:
             seen.wrong.append(f"/metrics counts only {done:.0f} finished requests")
+        seen.metrics = {name: metric(text, f"vllm:{name}") for name in COUNTED[: 3 if drafts else 1]}
+        if requests >= ENOUGH_TO_PREEMPT and seen.metrics[COUNTED[0]] == 0:
+            seen.wrong.append("no request was preempted: the load did not do what it should")
+        if drafts and not 0 < seen.metrics[COUNTED[2]] < seen.metrics[COUNTED[1]]:
+            seen.wrong.append(f"drafts did not both stand and fall: {seen.metrics}")
         if metric(text, "vllm:prefix_cache_hits_total") == 0:
             seen.wrong.append("no prefix was found in the cache: the load did not do what it should")
         if (await client.get(f"{url}/health")).status_code != 200:
@@ -224,25 +246,51 @@ def check_tokens(path: Path, sample: list[tuple[list[int], list[int]]]) -> list[
     return wrong
 
 
-def run(model: Path, requests: int, *, seed: int = 0, side_by_side: int = 12, checked: int = 200) -> dict[str, Any]:
-    """Start a server on `model`, load it, stop it; return the counts and what was wrong."""
+def run(
+    model: Path,
+    requests: int,
+    *,
+    seed: int = 0,
+    side_by_side: int = 12,
+    checked: int = 200,
+    compiled: bool = False,
+    ranks: int = 1,
+    ngram: int = 0,
+) -> dict[str, Any]:
+    """Start a server on `model`, load it, stop it; return the counts and what was wrong.
+
+    Args:
+        model: a checkpoint.
+        requests, seed, side_by_side: of `load`.
+        checked: greedy answers that are held against Hugging Face.
+        compiled: serve with compiled graphs, one for prefill and one for decode.
+        ranks: tensor-parallel ranks.
+        ngram: most tokens that are drafted by n-grams; 0 for no speculation.
+    """
     from pilotage.serving import launch
 
     begin = time.monotonic()
+    buckets = {"num_batched_tokens_buckets": [MAX_MODEL_LEN], "num_seqs_buckets": [6]}
+    # Fewer pages than 6 long requests need: requests are preempted and come back.
+    arguments = ["--num-gpu-blocks-override", str(PAGES), "--disable-uvicorn-access-log"]
+    if ngram:
+        speculative = {"method": "ngram", "num_speculative_tokens": ngram, "prompt_lookup_min": 1}
+        arguments += ["--speculative-config", json.dumps({**speculative, "prompt_lookup_max": 3})]
     with (
         tempfile.TemporaryDirectory(prefix="pilotage-soak-") as directory,
         launch.server(
             model,
             dtype="float32",
-            enforce_eager=True,
+            enforce_eager=not compiled,
+            tensor_parallel_size=ranks,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=6,
-            # Fewer pages than 6 long requests need: requests are preempted and come back.
-            arguments=["--num-gpu-blocks-override", "40", "--disable-uvicorn-access-log"],
+            additional_config=buckets if compiled else None,
+            arguments=arguments,
             log=Path(directory) / "server.log",
         ) as server,
     ):
-        seen = asyncio.run(load(server.url, server.model, server.pid, requests, seed, side_by_side))
+        seen = asyncio.run(load(server.url, server.model, server.pid, requests, seed, side_by_side, drafts=bool(ngram)))
         loaded_s = time.monotonic() - begin
         stop_s = _stop(server.pid, seen)
         log = server.log.read_text(errors="replace")
@@ -255,6 +303,7 @@ def run(model: Path, requests: int, *, seed: int = 0, side_by_side: int = 12, ch
     seen.wrong += check_tokens(model, sample)
     return {
         "requests": dict(seen.counts),
+        "metrics": seen.metrics,
         "checked_against_hf": len(sample),
         "slowest_s": round(seen.slowest_s, 2),
         "growth_mib": round(grown / 2**20, 1),
@@ -283,12 +332,16 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--model", default="gemma3", help="name of a tiny model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compiled", action="store_true", help="serve with compiled graphs")
+    parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--ngram", type=int, default=0, help="most tokens drafted by n-grams")
     arguments = parser.parse_args()
     if arguments.requests < 1:
         parser.error("--requests must be at least 1")
     from pilotage.arch import tiny
 
-    result = run(tiny.build(arguments.model), arguments.requests, seed=arguments.seed)
+    options = {"compiled": arguments.compiled, "ranks": arguments.ranks, "ngram": arguments.ngram}
+    result = run(tiny.build(arguments.model), arguments.requests, seed=arguments.seed, **options)
     print(json.dumps(result, indent=2))
     return 1 if result["wrong"] else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import soak
@@ -17,6 +18,14 @@ def test_nothing_is_lost_wrong_stuck_or_leaked(tiny: Callable[..., Path], reques
     assert result["wrong"] == []
     assert len(result["requests"]) == 6, "every kind of request was sent"
     assert result["checked_against_hf"] > requests // 12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("options", [{"compiled": True}, {"ranks": 2}, {"ngram": 3}], ids=str)
+def test_the_other_ways_to_serve(tiny: Callable[..., Path], options: dict[str, Any]) -> None:
+    result = soak.run(tiny("gemma3"), 150, seed=5, checked=100, **options)
+    assert result["wrong"] == []
 
 
 def test_a_metric_is_summed_over_its_labels() -> None:

@@ -52,6 +52,15 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LR, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
 
 
+@torch.no_grad()
+def fill(model: Any) -> None:
+    """Give both arms the same weights."""
+    generator = torch.Generator().manual_seed(0)
+    for _, parameter in sorted(model.named_parameters()):
+        if parameter.ndim > 1:
+            parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
 def config() -> Any:
     from transformers import LlamaConfig
 
@@ -64,8 +73,8 @@ def ours(dtype: torch.dtype) -> tuple[Step, int]:
     from pilotage.training.engine import Batch, Engine
     from pilotage.training.mesh import Mesh, Parallel
 
-    torch.manual_seed(0)
     model = registry.training_class(["LlamaForCausalLM"]).from_config(config(), dtype=dtype).train()
+    fill(model)
     engine = Engine(model, Mesh(None), Parallel())
     optimizer = adamw(engine.parameters().values())
 
@@ -83,8 +92,8 @@ def theirs(dtype: torch.dtype) -> tuple[Step, int]:
     """Hugging Face's class, its own loss, torch's clipping."""
     from transformers import LlamaForCausalLM
 
-    torch.manual_seed(0)
     model = LlamaForCausalLM._from_config(config(), dtype=dtype).train()
+    fill(model)
     optimizer = adamw(model.parameters())
 
     def step(number: int) -> float:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from training_ranks import global_batches, meshed_run, plain_run, run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
 TWO = [{"dp": 2}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"pp": 2}]
 FOUR = [

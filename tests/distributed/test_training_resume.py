@@ -22,7 +22,7 @@ from pilotage.training import checkpoint, metrics
 from pilotage.training.recipe import Recipe
 from pilotage.training.run import train
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 STEPS = 6
 
 

@@ -93,6 +93,14 @@ def test_explain_fills_in_what_follows_and_keeps_leading_dimensions() -> None:
     assert call_for("linear", shapes=["3,8", "bias=4"]).tensors["bias"].shape == (4,)
 
 
+@pytest.mark.parametrize("target", ["cpu", "cuda", "neuron"])
+def test_every_operator_can_be_explained_for_every_target(target: str) -> None:
+    for operator in registry.operators():
+        rows = explain(operator, call_for(operator, target=target), target)
+        assert sum(row["verdict"] == "runs" for row in rows) == 1, (operator, rows)
+        assert {row["implementation"] for row in rows} == {one.name for one in registry.implementations(operator)}
+
+
 @pytest.mark.parametrize(
     ("operator", "words", "message"),
     [

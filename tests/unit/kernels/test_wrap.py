@@ -219,3 +219,39 @@ def test_the_documented_path() -> None:
     from pilotage.utils import nki_utils
 
     assert nki_utils.wrap_nki is wrap_nki
+
+
+def test_an_nki_kernel_runs_in_the_interpreter_as_one_node_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pilotage.kernels import nki as interpreter
+
+    monkeypatch.setenv("NKI_SIMULATOR", "1")
+    nl, nisa = interpreter.language, interpreter.isa
+    launched = []
+
+    @interpreter.jit
+    def halves(x, out):  # type: ignore[no-untyped-def]
+        """Each core doubles its half of the rows, in place."""
+        launched.append(nl.program_id(0))
+        rows = x.shape[0] // nl.num_programs(0)
+        first = nl.program_id(0) * rows
+        tile = nl.ndarray((rows, x.shape[1]), dtype=x.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(dst=tile, src=x[first : first + rows, :])
+        nisa.tensor_scalar(dst=tile, data=tile, op0=nl.multiply, operand0=2.0)
+        nisa.dma_copy(dst=out[first : first + rows, :], src=tile)
+
+    def halves_torch(x: Tensor, out: Tensor) -> None:
+        out.copy_(x * 2)
+
+    wrapped = wrap_nki(halves, fallback=halves_torch, mutates_args=("out",))
+
+    def step(x: Tensor, out: Tensor) -> Tensor:
+        wrapped[2](x + 1, out)
+        return out - 1
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, out = inputs(4)[0].to(dtype), torch.zeros(4, 5, dtype=dtype)
+        launched.clear()
+        assert torch.equal(compiled(x, out), (x + 1) * 2 - 1)
+        assert torch.equal(out, (x + 1) * 2)
+        assert sorted(launched) == [0, 1], "on both cores, once, not while tracing"

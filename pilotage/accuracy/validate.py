@@ -19,6 +19,7 @@ from pilotage.accuracy import kv as kv_cache
 from pilotage.accuracy import modules as module_checks
 from pilotage.accuracy.arms import hf
 from pilotage.accuracy.arms.base import Stream
+from pilotage.accuracy.arms.fallback import note
 from pilotage.accuracy.arms.tokenizer import encoder, has_tokenizer
 from pilotage.accuracy.comparison import ArmResult, Reference
 from pilotage.accuracy.gates import ControlErrors
@@ -273,7 +274,8 @@ def validate(
     ref_path = source.resolve(reference) if reference is not None else path
     spec = ArchSpec.from_hf(source.load_config(str(path)))
     ref_spec = ArchSpec.from_hf(source.load_config(str(ref_path)))
-    verdicts = []
+    noted = note(path, modules=3 in chosen)
+    verdicts = [noted] if noted is not None else []
     if ref_path != path:
         verdicts.append(same_config.config_verdict(spec, ref_spec))
         if has_tokenizer(path) and has_tokenizer(ref_path):

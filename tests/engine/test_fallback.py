@@ -184,5 +184,32 @@ def test_engine_tokens(tmp_path: Path) -> None:
 def test_the_whole_table() -> None:
     found = table.sweep()
     assert [row.architecture for row in found if row.state == table.WRONG] == []
-    assert sum(row.state == table.SERVED for row in found) >= 112  # as docs/fallback.md has it; it may only grow
+    assert sum(row.state == table.SERVED for row in found) >= 113  # as docs/fallback.md has it; it may only grow
     assert all(row.reason for row in found if row.state != table.SERVED)
+
+
+def test_level_3_compares_its_modules_with_hugging_faces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pilotage.accuracy.validate import validate
+
+    path = checkpoint("Cohere2ForCausalLM", "cohere2", tmp_path)
+    found = validate(str(path), arms=["float32"], levels=[3])
+    assert {one["verdict"]["status"] for one in found.modules} == {"pass"}
+    assert {"attention", "decoder layer", "mlp", "norm", "embedding"} <= {one["kind"] for one in found.modules}
+    assert "day-zero fallback" in found.verdicts[0].claim and "themselves" in found.verdicts[0].claim
+    # A window that was read wrongly, and that the proof let through, must be named.
+    monkeypatch.setattr(attention, "window_of", lambda *_: 7)
+    trusted = check.Proof(dtype="float32", bound=1.0, worst={"alone": 0.0}, rows=1)
+    monkeypatch.setattr("pilotage.serving.fallback.load.prove", lambda *_, **__: trusted)
+    faulty = validate(str(path), arms=["float32"], levels=[3])
+    failed = {one["module"] for one in faulty.modules if one["verdict"]["status"] == "fail"}
+    assert any("self_attn" in name for name in failed) and not any("mlp" in name for name in failed)
+
+
+@pytest.mark.slow
+def test_validate_through_the_engine(tmp_path: Path) -> None:
+    from pilotage.accuracy.validate import validate
+
+    path = checkpoint("Cohere2ForCausalLM", "cohere2", tmp_path)
+    found = validate(str(path), arms=["float32"], levels=[2, 3])
+    assert found.status.value == "pass", [v.to_json() for arm in found.arms for v in arm.verdicts]
+    assert found.to_json()["receipt"]["float32"]["fallback"]["dtype"] == "float32"

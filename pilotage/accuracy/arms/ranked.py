@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pilotage.accuracy.arms.fallback import FallbackModules, has_package
 from pilotage.accuracy.arms.module import Job, OurModules
-from pilotage.core.errors import PilotageError
+from pilotage.core.errors import PilotageError, Unsupported
 
 
 def answers(
@@ -30,6 +31,13 @@ def answers(
     Raises:
         PilotageError: ranks do not agree, or one of them failed.
     """
+    if not has_package(checkpoint):
+        if ranks > 1:
+            raise Unsupported(
+                "it has no model package, and the fallback's modules are compared on one rank", where=str(checkpoint)
+            )
+        fallback = FallbackModules(checkpoint, dtype, length)
+        return [fallback.answer(job) for job in jobs]
     if ranks == 1:
         ours = OurModules(checkpoint, dtype, length)
         return [ours.answer(job) for job in jobs]

@@ -39,28 +39,32 @@ class Proof:
     rows: int
 
 
-def prove(model: FallbackForCausalLM, *, max_model_len: int, free_bytes: int = 0) -> Proof:
-    """Compare the model on pages with Hugging Face's own forward of the same weights.
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Prompts, and what Hugging Face's own forward says to them.
+
+    Attributes:
+        dtype: in which it was computed; what is compared is computed in the same.
+        prompts: token ids.
+        expected: of each prompt, logits [tokens, V] in fp32.
+    """
+
+    dtype: torch.dtype
+    prompts: list[list[int]]
+    expected: list[Tensor]
+
+
+def draw(model: FallbackForCausalLM, *, max_model_len: int, free_bytes: int = 0) -> Probe:
+    """Draw prompts longer than the model's windows and run its own forward on them.
 
     Args:
-        model: what will serve.
+        model: what will serve, or the same model unsharded.
         max_model_len: no probe is longer.
         free_bytes: memory to spare; with enough of it, weights in half precision are widened for the check, which
             then tells rounding from a fault.
-
-    Raises:
-        Unsupported: it does not compute what its own forward does; says in which way of serving it first differed.
     """
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    if free_bytes > 3 * size and model.get_kv_spec().layers[0].dtype != torch.float32:
-        with _widened(model):
-            return _prove(model, max_model_len)
-    return _prove(model, max_model_len)
-
-
-def _prove(model: FallbackForCausalLM, max_model_len: int) -> Proof:
-    dtype = model.get_kv_spec().layers[0].dtype
-    bound = BOUNDS[dtype]
+    widened = free_bytes > 3 * size
     windows = [layer.window for layer in model.layers if layer.window is not None]
     longest = max([_SIZES[0], *(w + 9 for w in windows if w <= _LONGEST)])
     sizes = [min(size, max_model_len - 1) for size in (longest, _SIZES[1])]
@@ -68,12 +72,34 @@ def _prove(model: FallbackForCausalLM, max_model_len: int) -> Proof:
     vocabulary = model.hf.get_input_embeddings().weight.shape[0]
     first = min(10, vocabulary - 2)
     prompts = [torch.randint(first, vocabulary, (size + 1,), generator=generator).tolist() for size in sizes]
-    expected = [_own_forward(model, prompt) for prompt in prompts]
+    dtype = torch.float32 if widened else model.get_kv_spec().layers[0].dtype
+    with _computing_in(model, dtype):
+        return Probe(dtype=dtype, prompts=prompts, expected=[_own_forward(model, prompt) for prompt in prompts])
+
+
+def prove(model: FallbackForCausalLM, *, max_model_len: int, free_bytes: int = 0, probe: Probe | None = None) -> Proof:
+    """Compare the model on pages with Hugging Face's own forward of the same weights.
+
+    Args:
+        model: what will serve.
+        max_model_len, free_bytes: see `draw`.
+        probe: what to compare with; None to draw it from the model itself.
+
+    Raises:
+        Unsupported: it does not compute what its own forward does; says in which way of serving it first differed.
+    """
+    probe = probe or draw(model, max_model_len=max_model_len, free_bytes=free_bytes)
+    with _computing_in(model, probe.dtype):
+        return _prove(model, probe)
+
+
+def _prove(model: FallbackForCausalLM, probe: Probe) -> Proof:
+    bound, expected = BOUNDS[probe.dtype], probe.expected
     worst: dict[str, float] = {}
     rows = 0
     for way, run in (("alone", _alone), ("packed", _packed), ("in chunks", _chunked)):
         try:
-            found = run(model, prompts)
+            found = run(model, probe.prompts)
         except Exception as error:
             raise Unsupported(f"{_why(model, way)} ({in_a_line(error)})", where=_name(model), do=WRITE) from error
         worst[way] = max(_distance(a, b) for a, b in zip(found, expected, strict=True))
@@ -85,8 +111,8 @@ def _prove(model: FallbackForCausalLM, max_model_len: int) -> Proof:
                 where=_name(model),
                 do=WRITE,
             )
-    _check_head(model, prompts[0], expected[0], bound)
-    return Proof(dtype=str(dtype).removeprefix("torch."), bound=bound, worst=worst, rows=rows)
+    _check_head(model, probe.prompts[0], expected[0], bound)
+    return Proof(dtype=str(probe.dtype).removeprefix("torch."), bound=bound, worst=worst, rows=rows)
 
 
 _WHY = {
@@ -101,7 +127,7 @@ def _why(model: FallbackForCausalLM, way: str) -> str:
 
 
 def _name(model: FallbackForCausalLM) -> str:
-    return type(model.hf).__name__
+    return model.name
 
 
 def _own_forward(model: FallbackForCausalLM, prompt: list[int]) -> Tensor:
@@ -175,16 +201,17 @@ def _check_head(model: FallbackForCausalLM, prompt: list[int], expected: Tensor,
 
 
 @contextmanager
-def _widened(model: FallbackForCausalLM) -> Iterator[None]:
-    """Compute in fp32 inside the block; the tensors themselves come back afterwards, untouched."""
+def _computing_in(model: FallbackForCausalLM, wanted: torch.dtype) -> Iterator[None]:
+    """Compute in a dtype inside the block; the tensors themselves come back afterwards, untouched."""
+    halves = (torch.bfloat16, torch.float16)
     kept = [
         (tensor, tensor.data)
         for tensor in (*model.parameters(), *model.buffers())
-        if tensor.dtype in (torch.bfloat16, torch.float16)
+        if tensor.dtype in halves and tensor.dtype != wanted
     ]
     for tensor, data in kept:
-        tensor.data = data.float()
-    dtype, model.hf.config.dtype = model.hf.config.dtype, torch.float32
+        tensor.data = data.to(wanted)
+    dtype, model.hf.config.dtype = model.hf.config.dtype, wanted
     try:
         yield
     finally:

@@ -65,7 +65,10 @@ def prepare(vllm_config: VllmConfig) -> None:
     config = TargetConfig.from_additional_config(stated)
     name = str(find(model_config.architectures))
     refusals = [
-        (parallel.tensor_parallel_size > 1, f"tensor_parallel_size={parallel.tensor_parallel_size}"),
+        (
+            parallel.tensor_parallel_size > 1 and model_config.is_moe,
+            f"tensor_parallel_size={parallel.tensor_parallel_size} for a mixture of experts",
+        ),
         (config.tensor_capture is not None, "tensor_capture"),
         (config.tensor_replacement is not None, "tensor_replacement"),
         (config.on_device_sampling_config is not None, "on_device_sampling_config"),

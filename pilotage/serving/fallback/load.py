@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pilotage.core.errors import Unsupported, WeightError
-from pilotage.serving.fallback.check import Proof, prove
+from pilotage.parallel import get_tp_group
+from pilotage.serving.fallback.check import prove
 from pilotage.serving.fallback.model import WRITE, FallbackForCausalLM, in_a_line, require_length
 
 _LOG = logging.getLogger("vllm.pilotage")
@@ -31,6 +33,16 @@ def load(checkpoint: Path, *, dtype: torch.dtype, max_model_len: int, free_bytes
         Unsupported: it cannot be served this way; says why.
         WeightError: the checkpoint lacks tensors of the model.
     """
+    full = partial(_whole, checkpoint, dtype)
+    if get_tp_group().world_size > 1:
+        from pilotage.serving.fallback import sharded
+
+        model = sharded.load(full, max_model_len=max_model_len, free_bytes=free_bytes)
+        return _admitted(model, max_model_len)
+    return serve(full(), max_model_len=max_model_len, free_bytes=free_bytes)
+
+
+def _whole(checkpoint: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
@@ -61,32 +73,37 @@ def load(checkpoint: Path, *, dtype: torch.dtype, max_model_len: int, free_bytes
             where=str(checkpoint),
             do="repair the checkpoint",
         )
-    return serve(hf, max_model_len=max_model_len, free_bytes=free_bytes)
+    hf.eval().requires_grad_(False)
+    return hf
 
 
 def serve(hf: Any, *, max_model_len: int, free_bytes: int = 0) -> FallbackForCausalLM:
     """Make a loaded model of transformers servable and prove it; see `load`."""
-    name = type(hf).__name__
     hf.eval().requires_grad_(False)
-    require_length(hf.config, max_model_len, name)
+    require_length(hf.config, max_model_len, type(hf).__name__)
     model = FallbackForCausalLM(hf)
-    limit = model.counting.limit
+    model.proof = prove(model, max_model_len=max_model_len, free_bytes=free_bytes)
+    return _admitted(model, max_model_len)
+
+
+def _admitted(model: FallbackForCausalLM, max_model_len: int) -> FallbackForCausalLM:
+    """Refuse more positions than a proven model has, and say that it serves."""
+    limit, proof = model.counting.limit, model.proof
     if limit is not None and max_model_len > limit:
         raise Unsupported(
             f"it has embeddings of {limit} positions, and max_model_len is {max_model_len}",
-            where=name,
+            where=model.name,
             do=f"serve it with max_model_len={limit} or less",
         )
     if model.counting.offset:
         _LOG.warning(
-            "%s: positions count every token; Hugging Face's own forward leaves padding tokens out of the count", name
+            "%s: positions count every token; Hugging Face's own forward leaves padding tokens out of the count",
+            model.name,
         )
-    proof: Proof = prove(model, max_model_len=max_model_len, free_bytes=free_bytes)
-    model.proof = proof
     _LOG.warning(
         "%s has no model package: served by the day-zero fallback on Hugging Face's modules, slow but right; its "
         "logits were compared with Hugging Face's own forward on %d rows in %s, worst relative difference %.2g",
-        name,
+        model.name,
         proof.rows,
         proof.dtype,
         max(proof.worst.values()),

@@ -30,7 +30,8 @@ class FallbackForCausalLM(nn.Module):
     """A causal language model of transformers, served for flat tokens on paged attention.
 
     Attributes:
-        hf: Hugging Face's model, unchanged but for its attention function.
+        hf: Hugging Face's model, unchanged but for its attention function, or what has its face.
+        name: its architecture.
         fallback: true; says to whoever holds the model that it is no model package.
     """
 
@@ -50,6 +51,7 @@ class FallbackForCausalLM(nn.Module):
         if hf is None:
             raise Unsupported("the fallback is built by the worker", where="FallbackForCausalLM")
         self.hf = hf
+        self.name: str = getattr(hf, "architecture", type(hf).__name__)
         self.step = attention.Step()
         self.config = hf.config
         self._takes = _arguments(hf)
@@ -61,7 +63,7 @@ class FallbackForCausalLM(nn.Module):
         self.layers = self._learn()
 
     def _learn(self) -> list[attention.Layer]:
-        name = type(self.hf).__name__
+        name = self.name
         require_decoder(self.hf.config, name)
         if not self._takes & {"position_ids", "kwargs"}:
             raise Unsupported("its forward takes no positions, but counts by itself", where=name, do=WRITE)
@@ -140,7 +142,7 @@ class FallbackForCausalLM(nn.Module):
         if calls != len(self.layers):  # then a layer has cached nothing of these tokens
             raise Unsupported(
                 f"it attended {calls} times in a step, and {len(self.layers)} times when it was learnt",
-                where=type(self.hf).__name__,
+                where=self.name,
                 do=WRITE,
             )
         return (logits, hidden) if return_hidden else logits

@@ -6,6 +6,7 @@ values. Saving such a model under its checkpoint's names is refused; the ledger 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pilotage.core.errors import Unsupported, WeightError
-from pilotage.weights.rules import Drop
+from pilotage.weights.rules import Drop, Stack
 
 # E2M1: sign, two bits of exponent, one of mantissa (OCP Microscaling Formats specification 1.0).
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -126,6 +127,45 @@ class ScaledFp8:
         raise _one_way(self.native, "FP8")
 
 
+@dataclass(frozen=True)
+class ScaledFp8Stack(Stack):
+    """Experts one by one in 8-bit floats, each matrix with scales beside it, are one parameter.
+
+    Args:
+        scale: what follows a matrix's name, less ".weight", in that of its scales.
+        block: see `ScaledFp8`.
+
+    Numerics: see `ScaledFp8`.
+    """
+
+    scale: str = "weight_scale_inv"
+    block: tuple[int, int] | None = None
+    dequantises: ClassVar[bool] = True
+
+    @functools.cached_property
+    def hf_patterns(self) -> tuple[str, ...]:
+        pairs = [(name, f"{name.removesuffix('.weight')}.{self.scale}") for name in self.hf]
+        return tuple(name.replace("{e}", str(e)) for e in range(self.count) for pair in pairs for name in pair)
+
+    @property
+    def tensors_per_expert(self) -> int:
+        return 2 * len(self.hf)
+
+    def to_native(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        names = self.hf_patterns
+        values = []
+        for at in range(0, len(parts), 2):
+            rule = ScaledFp8(names[at], names[at + 1], self.native, self.block)
+            try:
+                values += rule.to_native(parts[at : at + 2])
+            except WeightError as error:  # one of hundreds: the message must name it
+                raise WeightError(f"{error.where}: {error.what}", where=self.native) from error
+        return Stack(self.hf, self.native, self.count, self.sizes, self.dim).to_native(values)
+
+    def to_hf(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        raise _one_way(self.native, "FP8")
+
+
 # The linear layers of a dense decoder; embedding, head and norms are never quantised in these checkpoints.
 _LINEARS = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),
@@ -166,6 +206,10 @@ class Fp8Scheme:
         block = quantization.get("weight_block_size")
         if block is None:
             return cls(scale="weight_scale", block=None)
+        if not (isinstance(block, Sequence) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)):
+            raise Unsupported(
+                f"blocks of {block!r} are no blocks", where=f"{where}, weight_block_size", do="two positive numbers"
+            )
         return cls(scale="weight_scale_inv", block=(int(block[0]), int(block[1])))
 
     @classmethod
@@ -187,14 +231,18 @@ class Fp8Scheme:
             raise Unsupported(f"scales by {weights.get('strategy')!r}", where=where, do="served are tensor and channel")
         return cls(scale="weight_scale", block=None)
 
-    def rules(self) -> list[ScaledFp8 | Drop]:
-        """The rules that a weight map needs before its general ones."""
+    def rules(self, linears: Sequence[str] = _LINEARS) -> list[ScaledFp8 | Drop]:
+        """The rules that a weight map needs before its general ones, for linear layers named below a decoder layer."""
         found: list[ScaledFp8 | Drop] = []
-        for linear in _LINEARS:
+        for linear in linears:
             name = f"model.layers.{{i}}.{linear}"
             found.append(ScaledFp8(f"{name}.weight", f"{name}.{self.scale}", f"{name}.weight", self.block))
             found.append(Drop(f"{name}.input_scale", "activations keep the serving dtype", first=True))
         return found
+
+    def stack(self, hf: tuple[str, ...], native: str, count: int, sizes: tuple[int, ...]) -> ScaledFp8Stack:
+        """The rule of experts that are stored one by one; see `rules.Stack`."""
+        return ScaledFp8Stack(hf, native, count, sizes, scale=self.scale, block=self.block)
 
 
 def _one_way(native: str, kind: str) -> WeightError:

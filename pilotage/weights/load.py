@@ -115,7 +115,7 @@ class StackedSlice(MovedSlice):
         start, stop, _ = parts[0].indices(self.rule.count)
         if stop <= start:
             return super().__getitem__(index)
-        kinds = len(self.rule.hf)
+        kinds = self.rule.tensors_per_expert
         chosen = dataclasses.replace(self.rule, count=stop - start)
         whole = chosen.to_native([tensor[:] for tensor in self.tensors[start * kinds : stop * kinds]])[0]
         return whole[(slice(None), *parts[1:])].clone()

@@ -129,6 +129,11 @@ class Stack:
         return tuple(pattern.replace("{e}", str(e)) for e in range(self.count) for pattern in self.hf)
 
     @property
+    def tensors_per_expert(self) -> int:
+        """How many of `hf_patterns` belong to one expert."""
+        return len(self.hf)
+
+    @property
     def native_patterns(self) -> tuple[str, ...]:
         return (self.native,)
 

@@ -154,6 +154,50 @@ def test_fp8_checkpoint_equals_the_model_of_its_values(name: str, kind: str, tin
     )
 
 
+EXPERTS = ("gate_proj", "up_proj", "down_proj")
+LATENTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+
+
+def block_fp8(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return a checkpoint's tensors with all linear layers in 8 bits, as published, and the values they stand for."""
+    tensors = load_file(path / "model.safetensors")
+    small, plain = dict(tensors), dict(tensors)
+    for key in [key for key in tensors if key.split(".")[-2] in (*LINEARS, *EXPERTS, *LATENTS)]:
+        module = key.removesuffix(".weight")
+        small[key], small[f"{module}.weight_scale_inv"], plain[key] = to_fp8(tensors[key], "blocks")
+    return small, plain
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe"])
+def test_block_fp8_experts_equal_the_model_of_their_values(name: str, tiny: Tiny, tmp_path: Path) -> None:
+    path = tiny(name)
+    small, plain = block_fp8(path)
+    assert sum(key.endswith("experts.2.up_proj.weight_scale_inv") for key in small) >= 2
+    got = our_model(rewritten(path, tmp_path / "fp8", small, quantization_config=SCHEMES["blocks"]))
+    expected = our_model(rewritten(path, tmp_path / "plain", plain)).state_dict()
+    assert got.state_dict().keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(got.state_dict()[key], tensor), key
+
+
+def test_malformed_block_scales_are_refused(tiny: Tiny, tmp_path: Path) -> None:
+    path = tiny("deepseek_v3")
+    small, _ = block_fp8(path)
+    name = "model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"
+    config = SCHEMES["blocks"]
+    wrong = {**small, name: small[name][:-1].contiguous()}
+    with pytest.raises(PilotageError, match=r"experts\.3\.up_proj\.weight_scale_inv.*scales"):
+        our_model(rewritten(path, tmp_path / "short", wrong, quantization_config=config))
+    lacking = {key: tensor for key, tensor in small.items() if key != name}
+    with pytest.raises(PilotageError, match=r"experts"):
+        our_model(rewritten(path, tmp_path / "lacking", lacking, quantization_config=config))
+    for block in ([16], [16, 0], 16):
+        with pytest.raises(PilotageError, match="weight_block_size"):
+            our_model(
+                rewritten(path, tmp_path / "odd", small, quantization_config={**config, "weight_block_size": block})
+            )
+
+
 def test_fp8_without_scales_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     path = tiny("llama3")
     tensors = load_file(path / "model.safetensors")

@@ -191,11 +191,10 @@ def test_malformed_block_scales_are_refused(tiny: Tiny, tmp_path: Path) -> None:
     lacking = {key: tensor for key, tensor in small.items() if key != name}
     with pytest.raises(PilotageError, match=r"experts"):
         our_model(rewritten(path, tmp_path / "lacking", lacking, quantization_config=config))
-    for block in ([16], [16, 0], 16):
+    for number, block in enumerate(([16], [16, 0], 16)):
+        odd = {**config, "weight_block_size": block}
         with pytest.raises(PilotageError, match="weight_block_size"):
-            our_model(
-                rewritten(path, tmp_path / "odd", small, quantization_config={**config, "weight_block_size": block})
-            )
+            our_model(rewritten(path, tmp_path / f"odd{number}", small, quantization_config=odd))
 
 
 def test_fp8_without_scales_is_refused(tiny: Tiny, tmp_path: Path) -> None:

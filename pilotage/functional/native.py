@@ -1,6 +1,7 @@
 """The compiled CPU operators of `kernels.cpu`, offered where they are correct and faster than torch.
 
-Same results as the definitions to rounding: sums are fp32 in another order. Serving only: they have no gradient.
+Same results as the definitions to rounding: sums are fp32 in another order, and attention from 16 bf16 query rows of a
+request on rounds the softmax's weights to bf16. Serving only: they have no gradient.
 """
 
 from __future__ import annotations

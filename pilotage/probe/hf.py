@@ -183,9 +183,10 @@ class HFTaps:
 
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             x = args[0] if args else None
+            if self._embedded or module is getattr(self.decoder, "norm", None) or not isinstance(x, Tensor):
+                return
             width = self.model.get_input_embeddings().weight.shape[1]
-            rows = isinstance(x, Tensor) and x.is_floating_point() and x.shape == (1, self._rows, width)
-            if rows and not self._embedded and module is not getattr(self.decoder, "norm", None):
+            if x.is_floating_point() and x.shape == (1, self._rows, width):
                 self._embedded = True
                 _in_place(x, visit("model.embed_tokens", x[0]))
 

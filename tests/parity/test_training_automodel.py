@@ -110,13 +110,16 @@ def test_the_gradient_that_its_compiled_norm_loses_is_named(tiny: Tiny, tmp_path
     from pilotage.accuracy.training import compare
 
     path = tiny("llama3")
-    truth, baseline = plain_step(hf_face(path)), plain_step(hf_face(path, attention="eager"))
-    for rms_norm, off in (("torch", []), ("torch_fp32", ["model.embed_tokens.weight"])):
-        folder = tmp_path / rms_norm
-        folder.mkdir()
-        found = run(parallel_step, 2, folder, path, rms_norm)[0]
-        result = compare("float32", f"two ranks, {rms_norm}", found, truth, baseline)
-        failing = [entry["parameter"] for entry in result.parameters if entry["status"] == "fail"]
-        assert failing == off
-        loss = next(verdict for verdict in result.verdicts if verdict.metric == "absolute_error")
-        assert loss.status.value == "pass", "forward parity and the loss cannot see it"
+    truth = plain_step(hf_face(path))
+    steps = {}
+    for rms_norm in ("torch", "torch_fp32"):
+        (tmp_path / rms_norm).mkdir()
+        steps[rms_norm] = run(parallel_step, 2, tmp_path / rms_norm, path, rms_norm)[0]
+    # Two ranks add in another order than one: what the sound norm makes of that is the measure.
+    for name, gradient in truth.gradients.items():
+        error = (steps["torch"].gradients[name] - gradient).norm() / gradient.norm()
+        assert error < 1e-5, name
+    result = compare("float32", "two ranks, torch_fp32", steps["torch_fp32"], truth, steps["torch"])
+    failing = {entry["parameter"]: entry["relative_l2"] for entry in result.parameters if entry["status"] == "fail"}
+    assert [name for name, error in failing.items() if error > 1e-3] == ["model.embed_tokens.weight"]
+    assert abs(steps["torch_fp32"].loss - truth.loss) < 1e-5, "forward parity and the loss cannot see it"

@@ -104,11 +104,11 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]."""
-        return gated_mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation=self.activation)
-
         if self.combined:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
             return self.down_proj(NF.gated_activation(gate, up, activation=self.activation))
+        return gated_mlp(x, self.gate_proj, self.up_proj, self.down_proj, activation=self.activation)
+
 
 class PreNormDecoderLayer(nn.Module):
     """Attention and MLP, each on the normalised stream and added back: the layer of Llama and its relatives.

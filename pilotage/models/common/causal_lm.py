@@ -232,7 +232,7 @@ class CausalLM(nn.Module):
         Args:
             checkpoint_path: directory of safetensors files.
             device: where the weights go.
-            cache_dir: where the reader may keep its files.
+            cache_dir: see `weights.SafetensorsCheckpoint`.
 
         Returns:
             The ledger: what became of every tensor.

@@ -324,16 +324,18 @@ class Probing:
         else:
             self.writer.add(step.rows, **step.index())
 
-    def settle(self, computed: Mapping[str, int]) -> None:
+    def settle(self, computed: Callable[[], Mapping[str, int]]) -> None:
         """Save what was held back until it was known which drafts stand; those that fell are no request's rows.
 
         Args:
-            computed: by request how many of its positions are computed for good.
+            computed: returns by request how many of its positions are computed for good; asked only where rows are held.
         """
         held, self._unsettled = self._unsettled, []
-        for step in held if self.writer is not None else ():
-            assert self.writer is not None
-            kept = step.until(computed)
+        if not held or self.writer is None:
+            return
+        ends = computed()
+        for step in held:
+            kept = step.until(ends)
             if kept.requests:
                 self.writer.add(kept.rows, **kept.index())
 

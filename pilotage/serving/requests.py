@@ -137,3 +137,22 @@ class Requests:
             batch.is_token_ids[row, start:end] = True
             batch.num_tokens_no_spec[row] = end
             self.states[batch.req_ids[row]].output_token_ids.extend(tokens)
+
+    def computed(self) -> dict[str, int]:
+        """Return by request how many of its positions are computed for good.
+
+        The newest token is not computed yet. Drafts that stood behind the request's last token (it has all that it may
+        have, or stopped; a stop string is not seen here) are no tokens of it.
+        """
+        rows = self.batch
+        found = {}
+        for row, req_id in enumerate(rows.req_ids):
+            state, params = self.states[req_id], self.states[req_id].sampling_params
+            end = int(rows.num_tokens_no_spec[row])
+            if params is not None:
+                output = state.output_token_ids
+                last = next((n for n, token in enumerate(output) if token in params.all_stop_token_ids), len(output))
+                allowed = len(output) if params.max_tokens is None else params.max_tokens
+                end = min(end, state.num_prompt_tokens + min(last + 1, allowed))
+            found[req_id] = end - 1
+        return found

@@ -258,8 +258,7 @@ class ModelRunner:
         if self.prompt_scores.wanted:
             scores = self.prompt_scores.collect(self.requests.states, hidden, self.graphs.compute_logits)
         self.requests.append(sampled)
-        # The newest token of a request is not computed yet.
-        self.probing.settle({name: int(rows.num_tokens_no_spec[row]) - 1 for row, name in enumerate(rows.req_ids)})
+        self.probing.settle(self.requests.computed)
         self._propose(sampled)
         return ModelRunnerOutput(
             req_ids=list(rows.req_ids),

@@ -61,6 +61,15 @@ def test_greedy_tokens_are_those_without_drafts(served: tuple[Path, Any], oracle
     check_tokens(generate(llm, PROMPTS[3:4], 60), [oracle(path).greedy(PROMPTS[3], 60)])
 
 
+def test_samples_are_distributed_as_without(served: tuple[Path, Any], oracle: Any) -> None:
+    path, llm = served
+    before = drafts(llm)
+    (output,) = generate(llm, [PROMPTS[6]], 3, n=900, temperature=1.0, top_k=12)
+    check_pairs(oracle(path), PROMPTS[6], [choice.token_ids for choice in output.outputs], 12)
+    counted, stood = (after - b for after, b in zip(drafts(llm), before, strict=True))
+    assert 0 < stood < counted
+
+
 def test_the_head_reads_the_right_states_at_the_right_positions(tiny: Callable[..., Path], oracle: Any) -> None:
     """It was fitted outside of the engine: one state, token or position off, and it would be no better than chance."""
     path = tiny("llama3")
@@ -69,15 +78,6 @@ def test_the_head_reads_the_right_states_at_the_right_positions(tiny: Callable[.
         counted, stood = drafts(llm)
         print(f"{stood} of {counted} drafts stood")
         assert stood > 0.3 * counted, (stood, counted)
-
-
-def test_samples_are_distributed_as_without(served: tuple[Path, Any], oracle: Any) -> None:
-    path, llm = served
-    before = drafts(llm)
-    (output,) = generate(llm, [PROMPTS[6]], 3, n=900, temperature=1.0, top_k=12)
-    check_pairs(oracle(path), PROMPTS[6], [choice.token_ids for choice in output.outputs], 12)
-    counted, stood = (after - b for after, b in zip(drafts(llm), before, strict=True))
-    assert 0 < stood < counted
 
 
 def test_preemption(tiny: Callable[..., Path], oracle: Any) -> None:

@@ -9,7 +9,7 @@ from pilotage.core import config_docs
 
 ROOT = Path(__file__).parents[2]
 # How processes of one engine talk to each other; not for users.
-INTERNAL = {"PILOTAGE_ERROR_FILE", "PILOTAGE_NUM_THREADS_CHOSEN"}
+INTERNAL = {"PILOTAGE_COMPILED_DIRECTORY", "PILOTAGE_ERROR_FILE", "PILOTAGE_NUM_THREADS_CHOSEN"}
 
 
 def test_the_page_is_what_the_code_generates() -> None:

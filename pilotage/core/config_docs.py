@@ -35,8 +35,8 @@ ENVIRONMENT = {
     "names `nki` and `neuronxcc.nki` where the real packages are absent.",
     "NKI_PRECISE_FP": "`0`: the interpreter holds bfloat16 and 8-bit floats in float32, which tells a kernel's logic "
     "from its rounding.",
-    "NEURON_PLATFORM_TARGET_OVERRIDE": "`trn1`, `trn2` or `trn3`: the core that the NKI interpreter stands for. Default "
-    "there: `trn2`.",
+    "NEURON_PLATFORM_TARGET_OVERRIDE": "`trn1`, `trn2` or `trn3`: the core that the NKI interpreter stands for "
+    "(default `trn2`); without `NKI_SIMULATOR=1` and `PILOTAGE_TARGET` it also means that target `neuron` is wanted.",
 }
 
 _HEAD = """# Configuration

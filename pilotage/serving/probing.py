@@ -328,7 +328,7 @@ class Probing:
         """Save what was held back until it was known which drafts stand; those that fell are no request's rows.
 
         Args:
-            computed: returns by request how many of its positions are computed for good; asked only where rows are held.
+            computed: returns by request how many of its positions are computed for good; asked where rows are held.
         """
         held, self._unsettled = self._unsettled, []
         if not held or self.writer is None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 TARGET = "PILOTAGE_TARGET"
 # Names the chip to compile for where there is none; Neuron's compiler reads it from the environment.
 NEURON_OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
+# With the NKI interpreter the chip is only what its kernels are checked for.
+SIMULATOR = "NKI_SIMULATOR"
 COMPILE_ONLY = ("PILOTAGE_CPU_COMPILE", "VLLM_NEURON_CPU_COMPILE")
 
 
@@ -122,8 +124,8 @@ def select(
 ) -> Target:
     """Return the target that the environment asks for, or the one whose device is here.
 
-    `PILOTAGE_TARGET` decides; without it, a chip named by `NEURON_PLATFORM_TARGET_OVERRIDE` means neuron; without
-    either, the first of neuron and cuda whose packages and device are here, else cpu.
+    `PILOTAGE_TARGET` decides; without it, a chip named by `NEURON_PLATFORM_TARGET_OVERRIDE` means neuron, unless it is
+    the NKI interpreter's; without either, the first of neuron and cuda whose packages and device are here, else cpu.
 
     Raises:
         ConfigError: no target is called so.
@@ -135,7 +137,7 @@ def select(
             near = difflib.get_close_matches(stated, TARGETS, n=1, cutoff=0.0)[0]
             raise ConfigError(f"no target is called {stated!r}; the nearest is {near!r}", where=TARGET)
         return TARGETS[stated]
-    if environment.get(NEURON_OVERRIDE):
+    if environment.get(NEURON_OVERRIDE) and environment.get(SIMULATOR) != "1":
         return TARGETS["neuron"]
     for name in ("neuron", "cuda"):
         if all(map(importable, TARGETS[name].packages)) and present(TARGETS[name]):

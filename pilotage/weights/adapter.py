@@ -33,7 +33,8 @@ class StateDictAdapter:
 
     Args:
         weight_map: of the model.
-        parameters: gives the model's parameters with their names, asked for when `from_hf` needs to know how they are sharded.
+        parameters: gives the model's parameters with their names, asked for when `from_hf` needs to know how they are
+            sharded.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ from pilotage.serving import targets
         ({"PILOTAGE_TARGET": "cuda"}, "cuda"),
         ({"NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}, "neuron"),
         ({"NEURON_PLATFORM_TARGET_OVERRIDE": "trn2", "PILOTAGE_TARGET": "cpu"}, "cpu"),
+        ({"NEURON_PLATFORM_TARGET_OVERRIDE": "trn2", "NKI_SIMULATOR": "1"}, "cpu"),
     ],
 )
 def test_selection(environment: dict[str, str], name: str) -> None:

@@ -8,7 +8,7 @@ import textwrap
 from typing import Any
 
 from pilotage.arch.diff.work import WorkItem
-from pilotage.arch.scaffold.code import Imports, call, mark
+from pilotage.arch.scaffold.code import WIDTH, Imports, call, mark
 from pilotage.arch.scaffold.donor import Donor, Module
 from pilotage.arch.scaffold.names import Names
 from pilotage.arch.spec import ArchSpec
@@ -146,7 +146,7 @@ def _broken(text: str) -> str:
     """Break lines that are too long at their outermost tuple or call, as the formatter does."""
     lines = []
     for line in text.splitlines():
-        if len(line) <= 120:
+        if len(line) <= WIDTH:
             lines.append(line)
             continue
         indent = line[: len(line) - len(line.lstrip())]
@@ -195,10 +195,19 @@ def training_file(donor: Donor, names: Names, model_type: str | None) -> str:
     donors = re.search(r"^from transformers import (\w+Config)$", text, re.MULTILINE)
     renamed = plain_file(donor, names, "hf.py")
     if donors is None or model_type not in CONFIG_MAPPING:
-        return renamed
+        return _wrapped(renamed)
     # Where the donor's class was renamed, it is found under its new name.
     known = names.rename(donors[1])
-    return re.sub(rf"\b{known}\b", CONFIG_MAPPING[str(model_type)].__name__, renamed)
+    return _wrapped(re.sub(rf"\b{known}\b", CONFIG_MAPPING[str(model_type)].__name__, renamed))
+
+
+def _wrapped(text: str) -> str:
+    """Break the heads of classes that longer names have made too long, as ruff does."""
+
+    def broken(head: re.Match[str]) -> str:
+        return head[0] if len(head[0]) <= WIDTH else f"class {head[1]}(\n    {head[2]}\n):"
+
+    return re.sub(r"^class (\w+)\((.*)\):$", broken, text, flags=re.MULTILINE)
 
 
 def _finish(text: str, names: Names, *, marked: bool) -> str:

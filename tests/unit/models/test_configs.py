@@ -195,5 +195,5 @@ def test_a_package_registers_by_entry_point(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_backends_are_checked() -> None:
-    with pytest.raises(PilotageError, match=r"BackendConfig.linear: 'te' is unknown.*parallel or torch"):
-        BackendConfig(linear="te")
+    with pytest.raises(PilotageError, match=r"BackendConfig.linear: 'tee' is unknown"):
+        BackendConfig(linear="tee")

@@ -60,7 +60,7 @@ def test_an_architecture_that_is_not_that_of_the_model_type(tiny: Callable[..., 
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [
-        ("kv_cache_dtype", "fp8", "kv_cache_dtype='fp8' is not implemented"),
+        ("kv_cache_dtype", "fp8_e5m2", "kv_cache_dtype='fp8_e5m2' is not implemented"),
         (
             "speculative_config",
             {"method": "ngram_gpu", "num_speculative_tokens": 2, "prompt_lookup_max": 2},

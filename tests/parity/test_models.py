@@ -62,12 +62,39 @@ def test_bf16_errs_no_more_than_hf_in_bf16(twin: Any) -> None:
     path, streams, expected, _ = twin
     baseline = hf_logits(hf_model(path, torch.bfloat16), streams)
     got = paged_logits(session_of(our_model(path, torch.bfloat16)), streams, chunk=24)
+    kept = settled(path, streams)
+    assert kept.float().mean() > 0.5
     assert_close_three_way(
-        target=torch.cat(got).float(),
-        expected=torch.cat(expected),
-        baseline=torch.cat(baseline).float(),
+        target=torch.cat(got)[kept].float(),
+        expected=torch.cat(expected)[kept],
+        baseline=torch.cat(baseline)[kept].float(),
         name="logits",
     )
+
+
+def settled(path: Path, streams: list[list[int]]) -> torch.Tensor:
+    """Tell the rows whose experts bf16 can tell apart; at a tie two sound computations go separate ways."""
+    model = hf_model(path)
+    routers = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
+    found: list[torch.Tensor] = []
+    hooks = [module.register_forward_hook(lambda *call: found.append(_scores(call[2]))) for module in routers]
+    kept = []
+    for stream in streams:
+        found.clear()
+        hf_logits(model, [stream])
+        row = torch.ones(len(stream), dtype=torch.bool)
+        for scores in found:
+            top = scores.topk(model.config.num_experts_per_tok + 1).values
+            row &= (top[:, -2] - top[:, -1]) > 2.0**-6 * scores.abs().amax(-1)
+        kept.append(row)
+    for hook in hooks:
+        hook.remove()
+    return torch.cat(kept)
+
+
+def _scores(output: Any) -> torch.Tensor:
+    scores: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return scores.detach().flatten(0, -2).float()
 
 
 def test_packed_projections_change_nothing(twin: Any) -> None:

@@ -69,8 +69,8 @@ def test_explain_judges_another_machine() -> None:
         "x": {"shape": [17, 2048], "dtype": "bf16"},
         "weight": {"shape": [2048], "dtype": "bf16"},
     }
-    first = told["rows"][0]
-    assert (first["implementation"], first["verdict"]) == ("triton", "runs")
+    first = next(row for row in told["rows"] if row["verdict"] == "runs")
+    assert first["implementation"] == "triton"
     if not torch.cuda.is_available():
         assert "no cuda device" in first["here"]
     rows = {

@@ -61,6 +61,7 @@ def test_greedy_tokens_are_those_without_drafts(served: tuple[Path, Any], oracle
     check_tokens(generate(llm, PROMPTS[3:4], 60), [oracle(path).greedy(PROMPTS[3], 60)])
 
 
+@pytest.mark.slow
 def test_samples_are_distributed_as_without(served: tuple[Path, Any], oracle: Any) -> None:
     path, llm = served
     before = drafts(llm)
@@ -80,6 +81,7 @@ def test_the_head_reads_the_right_states_at_the_right_positions(tiny: Callable[.
         assert stood > 0.3 * counted, (stood, counted)
 
 
+@pytest.mark.slow
 def test_preemption(tiny: Callable[..., Path], oracle: Any) -> None:
     path = tiny("qwen3")
     prompts = [*prompts_of((50, 41, 46), seed=25), KNOWN[1]]

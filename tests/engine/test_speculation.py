@@ -219,6 +219,7 @@ def check_pairs(model: Any, prompt: list[int], found: list[Any], top_k: int) -> 
     assert looked_at >= 2
 
 
+@pytest.mark.slow
 def test_drawn_drafts_are_verified_by_their_probabilities(tiny: Callable[..., Path], oracle: Any) -> None:
     """Greedy requests as without drafts; sampled ones distributed as without, and accepted more often."""
     path = tiny("gemma3")

@@ -62,6 +62,24 @@ def test_greedy_tokens_are_those_without_drafts(served: tuple[Path, Any], oracle
     check_tokens(again, [oracle(path).greedy(prompt, 8) for prompt in (prompts[0], prompts[0][:33])])
 
 
+def test_captured_rows_under_speculation(served: tuple[Path, Any], tmp_path: Path) -> None:
+    """Every computed position of a request has the row of its own token; drafts that fell have none."""
+    from test_capture import check
+
+    from pilotage.probe import Captures
+
+    path, llm = served
+    prompts = [[7, *prompt] for prompt in repeating(seed=28)]  # nothing in the prefix cache
+    before = drafts(llm)
+    llm.collective_rpc("capture_start", args=(str(tmp_path), ["model.layers.*", "model.layers.1.self_attn.q_rope"]))
+    outputs = generate(llm, prompts, 24)
+    llm.collective_rpc("capture_stop")
+    counted, stood = (after - b for after, b in zip(drafts(llm), before, strict=True))
+    assert 0 < stood < counted
+    cached = [output.num_cached_tokens for output in outputs]
+    check(Captures.open(tmp_path), path, prompts, tokens_of(outputs), cached)
+
+
 def test_logprobs_and_stops_at_accepted_tokens(served: tuple[Path, Any], oracle: Any) -> None:
     path, llm = served
     (prompt,) = repeating(seed=22)[:1]
@@ -247,21 +265,3 @@ def test_ngrams_have_no_probabilities(tiny: Callable[..., Path]) -> None:
         engine(tiny("gemma3"), speculative),
     ):
         pass
-
-
-def test_captured_rows_under_speculation(served: tuple[Path, Any], tmp_path: Path) -> None:
-    """Every computed position of a request has the row of its own token; drafts that fell have none."""
-    from test_capture import check
-
-    from pilotage.probe import Captures
-
-    path, llm = served
-    prompts = [[7, *prompt] for prompt in repeating(seed=28)]  # nothing in the prefix cache
-    before = drafts(llm)
-    llm.collective_rpc("capture_start", args=(str(tmp_path), ["model.layers.*", "model.layers.1.self_attn.q_rope"]))
-    outputs = generate(llm, prompts, 24)
-    llm.collective_rpc("capture_stop")
-    counted, stood = (after - b for after, b in zip(drafts(llm), before, strict=True))
-    assert 0 < stood < counted
-    cached = [output.num_cached_tokens for output in outputs]
-    check(Captures.open(tmp_path), path, prompts, tokens_of(outputs), cached)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from pilotage.accuracy import gates, one_row
 from pilotage.accuracy.arms import hf
+from pilotage.accuracy.arms.base import require_known
 from pilotage.arch import source
-from pilotage.core.errors import BadInput
 from pilotage.core.nouns import Status, Verdict, worst
 from pilotage.core.progress import track
 
@@ -133,9 +133,7 @@ def consistency(
         BadInput: an unknown arm.
         Unsupported: no training class for the architecture.
     """
-    unknown = [arm for arm in arms if arm not in ARMS]
-    if unknown:
-        raise BadInput(f"{unknown[0]!r} is no arm", where="--arm", do=f"use {' or '.join(ARMS)}")
+    require_known(arms, ARMS)
     path = source.resolve(model)
     found = [
         _arm(path, arm, exact=exact, new_tokens=new_tokens, temperature=temperature, seed=seed, eager=eager)

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from pilotage.accuracy import gates, training_cases
 from pilotage.accuracy.arms import hf
+from pilotage.accuracy.arms.base import require_known
 from pilotage.accuracy.training_cases import Case, Step
 from pilotage.accuracy.validate import ARMS, Clock, versions
 from pilotage.arch import source
 from pilotage.arch.spec import ArchSpec
-from pilotage.core.errors import BadInput
 from pilotage.core.nouns import Status, Verdict, worst
 from pilotage.core.progress import track
 from pilotage.models import registry
@@ -127,9 +127,7 @@ def validate_training(
     Raises:
         PilotageError: something is missing or cannot be used.
     """
-    unknown = [arm for arm in arms if arm not in ARMS]
-    if unknown:
-        raise BadInput(f"no arm is called {unknown[0]!r}", where="--arm", do=f"use {' or '.join(ARMS)}")
+    require_known(arms, ARMS)
     clock = Clock()
     path = source.resolve(model)
     config = source.load_config(str(path))

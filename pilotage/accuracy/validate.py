@@ -18,7 +18,7 @@ from pilotage.accuracy import comparison, controls, encoding, metrics, prompts, 
 from pilotage.accuracy import kv as kv_cache
 from pilotage.accuracy import modules as module_checks
 from pilotage.accuracy.arms import hf
-from pilotage.accuracy.arms.base import Stream
+from pilotage.accuracy.arms.base import Stream, require_known
 from pilotage.accuracy.arms.fallback import note
 from pilotage.accuracy.arms.tokenizer import encoder, has_tokenizer
 from pilotage.accuracy.comparison import ArmResult, Reference
@@ -263,9 +263,7 @@ def validate(
     from pilotage.arch.spec import ArchSpec
     from pilotage.serving import settings
 
-    unknown = [arm for arm in arms if arm not in ARMS]
-    if unknown:
-        raise BadInput(f"no arm is called {unknown[0]!r}", where="--arm", do=f"use {' or '.join(ARMS)}")
+    require_known(arms, ARMS)
     chosen = {level for level in levels or (2, 3) if modules or level != 3}
     if not chosen or chosen - {1, 2, 3}:
         raise BadInput(f"there are levels 1, 2 and 3, not {sorted(chosen)}", where="--level")

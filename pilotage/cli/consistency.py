@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pilotage.cli._common import Json, Model, print_json
+from pilotage.cli._common import STYLES, Json, Model, command_line, print_json
 
 if TYPE_CHECKING:
     from pilotage.accuracy.consistency import Consistency
 
 ORDER = 66
-STYLES = {"pass": "green", "fail": "bold red", "not_measured": "yellow"}
 
 
 def verb(app: typer.Typer) -> None:
@@ -56,7 +54,7 @@ def verb(app: typer.Typer) -> None:
             temperature=temperature,
             seed=seed,
             eager=eager,
-            command=shlex.join(["pilotage", *sys.argv[1:]]),
+            command=command_line(),
         )
         if json:
             print_json(found.to_json())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pilotage.cli._common import Json, Model, print_json
+from pilotage.cli._common import STYLES, Json, Model, command_line, print_json
 
 if TYPE_CHECKING:
     from pilotage.accuracy.invariance import Invariance
@@ -18,7 +16,6 @@ ORDER = 52
 
 SHOWN = 2  # broken conditions of a relation that are laid out; the others are named, and the JSON has them all
 ROWS = 4
-STYLES = {"pass": "green", "fail": "bold red", "not_measured": "yellow"}
 
 
 def verb(app: typer.Typer) -> None:
@@ -49,7 +46,7 @@ def verb(app: typer.Typer) -> None:
             model,
             engines=tuple(engine or ENGINES),
             relations=tuple(relation or RELATIONS),
-            command=shlex.join(["pilotage", *sys.argv[1:]]),
+            command=command_line(),
         )
         if json:
             print_json(result.to_json())

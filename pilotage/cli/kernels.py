@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 ORDER = 48
 
-STYLES = {"pass": "green", "fail": "bold red", "not_measured": "yellow"}
 SHOWN = 6  # failures of an implementation that are printed; the JSON has them all
 
 Operator = Annotated[str, typer.Argument(metavar="OP", help="An operator, e.g. rms_norm; `kernels list` names them.")]

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pilotage.cli._common import Json, Model, print_json
+from pilotage.cli._common import STYLES, Json, Model, command_line, print_json
 
 if TYPE_CHECKING:
     from pilotage.accuracy.localise import Localisation
 
 ORDER = 55
 
-STYLES = {"pass": "green", "fail": "bold red", "not_measured": "yellow"}
 SHOWN = 12
 
 
@@ -73,7 +70,7 @@ def verb(app: typer.Typer) -> None:
             reference=reference,
             arms=tuple(arm or accuracy.ARMS),
             condition=how,
-            command=shlex.join(["pilotage", *sys.argv[1:]]),
+            command=command_line(),
         )
         if json:
             print_json(found.to_json())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pilotage.cli._common import Json, Model, print_json
+from pilotage.cli._common import STYLES, Json, Model, command_line, print_json
 
 if TYPE_CHECKING:
     from pilotage.accuracy.training import TrainingValidation
@@ -16,8 +14,6 @@ if TYPE_CHECKING:
     from pilotage.core.nouns import Verdict
 
 ORDER = 50
-
-STYLES = {"pass": "green", "fail": "bold red", "not_measured": "yellow"}
 
 
 def verb(app: typer.Typer) -> None:
@@ -115,7 +111,7 @@ def verb(app: typer.Typer) -> None:
             ),
             modules=modules,
             eager=eager,
-            command=shlex.join(["pilotage", *sys.argv[1:]]),
+            command=command_line(),
         )
         if json:
             print_json(result.to_json())
@@ -131,7 +127,7 @@ def _train(model: str, arms: Any, *, compiled: bool, json: bool, **refused: Any)
     odd = next((name for name, value in refused.items() if value), None)
     if odd is not None:
         raise BadInput("training is compared with the model's own checkpoint, on no level", where=f"--{odd} --train")
-    command = shlex.join(["pilotage", *sys.argv[1:]])
+    command = command_line()
     result = training.validate_training(model, arms=arms or training.ARMS, compiled=compiled, command=command)
     if json:
         print_json(result.to_json())

@@ -96,9 +96,7 @@ def flash_attention(
 
     Numerics: products, softmax and sum in fp32, rounded to q's dtype at the end.
     """
-    visible_TT = _visible(positions[:, None], positions[None, :], window)
-    real = _real(q, query_start_loc)
-    visible_TT = visible_TT & (token_to_req[:, None] == token_to_req[None, :]) & real[:, None] & real[None, :]
+    visible_TT = sees_packed(q, token_to_req, positions, query_start_loc, window)
     state = _accumulate(None, q, k[None], v[None], visible_TT[None], scale, softcap)
     return _finish(state, sinks, q)
 
@@ -149,12 +147,13 @@ def segmented_attention(
     for first in range(0, num_pages, pages_at_a_time):
         pages = block_table[:, first : first + pages_at_a_time]
         k_SKH, v_SKH = (
-            _gather(cache, pages, factor).flatten(0, 1) for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
+            gather_pages(cache, pages, factor).flatten(0, 1)
+            for cache, factor in ((k_cache, k_scale), (v_cache, v_scale))
         )
         at = torch.arange(pages.shape[1] * block_size, device=q.device) + first * block_size
         owner = torch.arange(num_reqs, device=q.device).repeat_interleave(at.shape[0])
-        visible_TS = _visible(positions[:, None], at.repeat(num_reqs)[None, :], window)
-        visible_TS = visible_TS & (token_to_req[:, None] == owner[None, :]) & _real(q, query_start_loc)[:, None]
+        visible_TS = sees(positions[:, None], at.repeat(num_reqs)[None, :], window)
+        visible_TS = visible_TS & (token_to_req[:, None] == owner[None, :]) & real_tokens(q, query_start_loc)[:, None]
         state = _accumulate(state, q, k_SKH[None], v_SKH[None], visible_TS[None], scale, softcap)
     assert state is not None
     return _finish(state, sinks, q)
@@ -185,23 +184,34 @@ def attention_decode(
     Numerics: products, softmax and sum in fp32, rounded to q's dtype at the end.
     """
     pages_TM = block_table[token_to_req]
-    k_TSKH, v_TSKH = _gather(k_cache, pages_TM, k_scale), _gather(v_cache, pages_TM, v_scale)
+    k_TSKH, v_TSKH = gather_pages(k_cache, pages_TM, k_scale), gather_pages(v_cache, pages_TM, v_scale)
     at = torch.arange(k_TSKH.shape[1], device=q.device)
-    visible_TS = _visible(positions[:, None], at[None, :], window) & _real(q, query_start_loc)[:, None]
+    visible_TS = sees(positions[:, None], at[None, :], window) & real_tokens(q, query_start_loc)[:, None]
     state = _accumulate(None, q[:, None], k_TSKH, v_TSKH, visible_TS[:, None], scale, softcap)
     return _finish(state, sinks, q[:, None])[:, 0]
 
 
-def _real(q: Tensor, query_start_loc: Tensor) -> Tensor:
+def sees_packed(
+    q: Tensor, token_to_req: Tensor, positions: Tensor, query_start_loc: Tensor, window: int | None
+) -> Tensor:
+    """Tell which new tokens each new token sees, [T, T]; see `flash_attention`."""
+    visible_TT = sees(positions[:, None], positions[None, :], window)
+    real = real_tokens(q, query_start_loc)
+    return visible_TT & (token_to_req[:, None] == token_to_req[None, :]) & real[:, None] & real[None, :]
+
+
+def real_tokens(q: Tensor, query_start_loc: Tensor) -> Tensor:
+    """Tell which of the tokens are no padding, [T]."""
     return torch.arange(q.shape[0], device=q.device) < query_start_loc[-1]
 
 
-def _visible(query_at: Tensor, key_at: Tensor, window: int | None) -> Tensor:
-    visible = key_at <= query_at
-    return visible if window is None else visible & (key_at > query_at - window)
+def sees(query_at: Tensor, key_at: Tensor, window: int | None) -> Tensor:
+    """Tell which positions a query of the same request sees from its own."""
+    before = key_at <= query_at
+    return before if window is None else before & (key_at > query_at - window)
 
 
-def _gather(cache: Tensor, pages: Tensor, scale: Tensor | None) -> Tensor:
+def gather_pages(cache: Tensor, pages: Tensor, scale: Tensor | None) -> Tensor:
     """Lay pages [rows, M] of [P, K, C, H] out as [rows, M * C, K, H], multiplied by the scale."""
     rows = cache[pages].transpose(2, 3).flatten(1, 2)
     return rows if scale is None else rows.float() * scale

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pilotage.functional.attention import _gather, _real, _visible
+from pilotage.functional.attention import gather_pages, real_tokens, sees, sees_packed
 from pilotage.functional.domain import Domain
 from pilotage.functional.registry import register
 
@@ -41,9 +41,7 @@ def flash_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """See `functional.attention.flash_attention`."""
-    real = _real(q, query_start_loc)
-    seen_TT = _visible(positions[:, None], positions[None, :], window)
-    seen_TT = seen_TT & (token_to_req[:, None] == token_to_req[None, :]) & real[:, None] & real[None, :]
+    seen_TT = sees_packed(q, token_to_req, positions, query_start_loc, window)
     return _attend(q.transpose(0, 1)[None], k[None], v[None], seen_TT[None], scale)[0].transpose(0, 1)
 
 
@@ -66,12 +64,12 @@ def segmented_attention(
     v_scale: Tensor | None = None,
 ) -> Tensor:
     """See `functional.attention.segmented_attention`; all segments are read at once."""
-    k_SKH, v_SKH = (_gather(cache, block_table, None).flatten(0, 1) for cache in (k_cache, v_cache))
+    k_SKH, v_SKH = (gather_pages(cache, block_table, None).flatten(0, 1) for cache in (k_cache, v_cache))
     rows, keys = block_table.shape[0], block_table.shape[1] * k_cache.shape[2]
     at = torch.arange(keys, device=q.device).repeat(rows)
     owner = torch.arange(rows, device=q.device).repeat_interleave(keys)
-    seen_TS = _visible(positions[:, None], at[None, :], window) & (token_to_req[:, None] == owner[None, :])
-    seen_TS = seen_TS & _real(q, query_start_loc)[:, None]
+    seen_TS = sees(positions[:, None], at[None, :], window) & (token_to_req[:, None] == owner[None, :])
+    seen_TS = seen_TS & real_tokens(q, query_start_loc)[:, None]
     return _attend(q.transpose(0, 1)[None], k_SKH[None], v_SKH[None], seen_TS[None], scale)[0].transpose(0, 1)
 
 
@@ -93,9 +91,9 @@ def attention_decode(
     v_scale: Tensor | None = None,
 ) -> Tensor:
     """See `functional.attention.attention_decode`."""
-    k_TSKH, v_TSKH = (_gather(cache, block_table[token_to_req], None) for cache in (k_cache, v_cache))
+    k_TSKH, v_TSKH = (gather_pages(cache, block_table[token_to_req], None) for cache in (k_cache, v_cache))
     at = torch.arange(k_TSKH.shape[1], device=q.device)
-    seen_TS = _visible(positions[:, None], at[None, :], window) & _real(q, query_start_loc)[:, None]
+    seen_TS = sees(positions[:, None], at[None, :], window) & real_tokens(q, query_start_loc)[:, None]
     return _attend(q[:, :, None], k_TSKH, v_TSKH, seen_TS[:, None], scale)[:, :, 0]
 
 

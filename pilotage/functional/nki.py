@@ -15,7 +15,7 @@ import pilotage.functional.moe
 import pilotage.functional.norm
 import pilotage.functional.projections
 import pilotage.functional.rotary  # noqa: F401  the operators exist before implementations of them register
-from pilotage.functional.attention import _accumulate, _finish
+from pilotage.functional.attention import _accumulate, _finish, real_tokens
 from pilotage.functional.domain import Domain, Emulator, Limit
 from pilotage.functional.moe import expert_affinities
 from pilotage.functional.projections import ACTIVATIONS, activation_function
@@ -168,7 +168,7 @@ def _flash_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    real = torch.arange(q.shape[0], device=q.device) < query_start_loc[-1]
+    real = real_tokens(q, query_start_loc)
     queries = torch.stack((torch.where(real, token_to_req, _PADDED_QUERY), positions), dim=1).float()
     keys = torch.stack((torch.where(real, token_to_req, _PADDED_KEY), positions)).float()
     return _FLASH(q, k, v, queries, keys, None if sinks is None else sinks.float(), scale, window or 0, softcap or 0.0)
@@ -194,7 +194,7 @@ def _attention_decode(
     pages, heads, slots, _ = k_cache.shape
     owned = block_table[token_to_req].clamp(0, pages - 1)  # what belongs to nobody may be anything
     rows = (owned[:, :, None] * (heads * slots) + torch.arange(slots, device=q.device)).flatten(1).to(torch.int32)
-    real = torch.arange(q.shape[0], device=q.device) < query_start_loc[-1]
+    real = real_tokens(q, query_start_loc)
     last = torch.where(real, positions, 0).float() + 1
     first = torch.zeros_like(last) if window is None else (last - window).clamp(min=0)
     bounds = torch.stack((first, last), dim=1)

@@ -23,7 +23,7 @@ import psutil
 from pilotage.core import store
 from pilotage.core.errors import ConfigError, Unavailable
 from pilotage.serving import targets
-from pilotage.serving.targets import COMPILE_ONLY
+from pilotage.serving.targets import COMPILE_ONLY, switched_on
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,25 +34,21 @@ _DONE = "PILOTAGE_COMPILED_DIRECTORY"
 _POLL_S = 0.1
 
 
-def _stated(names: Sequence[str]) -> str | None:
-    return next((name for name in names if os.environ.get(name) == "1"), None)
-
-
 def compiles() -> bool:
     """Tell whether this process may compile."""
-    return _stated(_LOAD_ONLY) is None
+    return switched_on(_LOAD_ONLY) is None
 
 
 def compiles_only() -> bool:
     """Tell whether this process compiles and then ends."""
-    return _stated(COMPILE_ONLY) is not None
+    return switched_on(COMPILE_ONLY) is not None
 
 
 def not_compiled(names: Sequence[str], directory: Path) -> Unavailable:
     """Return the error for graphs that are not in the cache of a process that does not compile."""
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return Unavailable(
-        f"not in the compile cache, and {_stated(_LOAD_ONLY)}=1 forbids compiling: {shown}",
+        f"not in the compile cache, and {switched_on(_LOAD_ONLY)}=1 forbids compiling: {shown}",
         where=str(directory),
         do="run `pilotage compile`, or the same command once with PILOTAGE_CPU_COMPILE=1; the settings, the code and "
         "the machine's CPU must be the same",
@@ -66,10 +62,10 @@ def require(environment: Mapping[str, str] | None = None) -> None:
         ConfigError: they exclude each other, or no target is named to compile for.
     """
     environment = os.environ if environment is None else environment
-    only = next((name for name in COMPILE_ONLY if environment.get(name) == "1"), None)
+    only = switched_on(COMPILE_ONLY, environment)
     if only is None:
         return
-    load = next((name for name in _LOAD_ONLY if environment.get(name) == "1"), None)
+    load = switched_on(_LOAD_ONLY, environment)
     if load is not None:
         raise ConfigError(f"{only} and {load} exclude each other", where="environment", do="unset one")
     if not any(environment.get(name) for name in (targets.TARGET, targets.NEURON_OVERRIDE)):
@@ -87,7 +83,7 @@ def end_when_compiled(vllm_config: VllmConfig) -> None:
         return
     if vllm_config.model_config.enforce_eager:
         raise ConfigError(
-            "enforce_eager leaves nothing to compile", where=str(_stated(COMPILE_ONLY)), do="remove one of the two"
+            "enforce_eager leaves nothing to compile", where=str(switched_on(COMPILE_ONLY)), do="remove one of the two"
         )
     directory = Path(tempfile.mkdtemp(prefix="pilotage-compiled-"))
     os.environ[_DONE] = str(directory)

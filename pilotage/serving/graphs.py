@@ -73,7 +73,8 @@ class Graphs:
         """
         self.vllm_config, self.model, self.caches = vllm_config, model, caches
         self.eager = vllm_config.model_config.enforce_eager
-        groups = kv.layer_groups(kv_cache_config, vllm_config.model_config.max_model_len)
+        groups = self.groups = kv.layer_groups(kv_cache_config, vllm_config.model_config.max_model_len)
+        self.prefill_seqs = prefill_seqs
         self.target, self.device = targets.select(), next(model.parameters()).device
         self.rank = torch.tensor(vllm_config.parallel_config.rank, dtype=torch.int32, device=self.device)
         model_config = vllm_config.model_config
@@ -209,8 +210,6 @@ class Graphs:
 
     def _cache(self) -> CompileCache:
         target = TargetConfig.from_additional_config(self.vllm_config.additional_config)
-        prefill_rows = [inputs.num_rows for key, inputs in self.inputs.items() if key.kind == "prefill"]
-        groups = max((inputs.groups for inputs in self.inputs.values()), key=lambda gs: gs[0].max_blocks_per_seq)
         # The buckets in use do not matter to a graph; its own rows do, and are part of its name.
         # Taps are counted as they are, not as they were asked for.
         settings = {
@@ -221,10 +220,10 @@ class Graphs:
         extra = {
             "target": settings,
             **({"taps": self.taps.signature()} if self.taps is not None else {}),
-            "groups": [dataclasses.asdict(group) for group in groups],
+            "groups": [dataclasses.asdict(group) for group in self.groups],
             **({"tokens_per_req": self.tokens_per_req} if self.tokens_per_req > 1 else {}),
             **({"aux_hidden_state_layers": self._aux_layers} if self._aux_layers else {}),
-            "prefill_rows": prefill_rows[:1],
+            "prefill_rows": [self.prefill_seqs],
             **({"prompt_embeds": True} if self.vllm_config.model_config.enable_prompt_embeds else {}),
             "options": self._options,
             "kernels": functional.load_kernels(),  # a stored graph calls them
@@ -248,18 +247,8 @@ class Graphs:
         if not compile_mode.compiles_only():
             self.inputs[key].clear()
             self.run(self.inputs[key])
-        self._receipts.append(notes["receipt"])
-        functional.reset_receipt()
-        self.table.append(
-            {
-                "kind": key.kind,
-                "size": key.size,
-                "name": key.name,
-                "seconds": round(time.perf_counter() - start + (compiled_in or 0.0), 3),
-                "cached": found is not None and compiled_in is None,
-                **({"tapped": True} if self.taps is not None else {}),
-            }
-        )
+        seconds = time.perf_counter() - start + (compiled_in or 0.0)
+        self._ready(key, notes["receipt"], seconds, cached=found is not None and compiled_in is None)
 
     def _prepare_elsewhere(self, key: Key, compiler: str) -> None:
         """Compile a graph with a backend of torch.compile that has a cache of its own, by running it once."""
@@ -275,15 +264,19 @@ class Graphs:
         self.compiled[self._variant(), key] = functools.partial(compiled, self.model)
         self.inputs[key].clear()
         self.run(self.inputs[key])
-        self._receipts.append(functional.receipt())
+        self._ready(key, functional.receipt(), time.perf_counter() - start, cached=False)
+
+    def _ready(self, key: Key, receipt: dict[str, Any], seconds: float, *, cached: bool) -> None:
+        """Note what is in a graph and how long it took to get."""
+        self._receipts.append(receipt)
         functional.reset_receipt()
         self.table.append(
             {
                 "kind": key.kind,
                 "size": key.size,
                 "name": key.name,
-                "seconds": round(time.perf_counter() - start, 3),
-                "cached": False,
+                "seconds": round(seconds, 3),
+                "cached": cached,
                 **({"tapped": True} if self.taps is not None else {}),
             }
         )

@@ -13,7 +13,7 @@ import difflib
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,12 @@ NEURON_OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 # With the NKI interpreter the chip is only what its kernels are checked for.
 SIMULATOR = "NKI_SIMULATOR"
 COMPILE_ONLY = ("PILOTAGE_CPU_COMPILE", "VLLM_NEURON_CPU_COMPILE")
+
+
+def switched_on(names: Sequence[str], environment: Mapping[str, str] | None = None) -> str | None:
+    """Return the first of several spellings of a switch that is set to 1."""
+    environment = os.environ if environment is None else environment
+    return next((name for name in names if environment.get(name) == "1"), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +171,7 @@ def require(
             where=f"target {target.name}",
             do=f"install them from the vendor's index, {instead}",
         )
-    compiles_only = any(environment.get(name) == "1" for name in COMPILE_ONLY)
-    if not compiles_only and not present(target):
+    if switched_on(COMPILE_ONLY, environment) is None and not present(target):
         raise Unavailable(
             "torch sees no such device here",
             where=f"target {target.name}",

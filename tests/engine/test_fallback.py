@@ -10,9 +10,6 @@ import pytest
 import torch
 
 from pilotage.core.errors import Unsupported, WeightError
-
-pytest.importorskip("vllm")
-
 from pilotage.serving.fallback import attention, check, table, tiny
 from pilotage.serving.fallback.load import load
 from pilotage.serving.fallback.model import require_length

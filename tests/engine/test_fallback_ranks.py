@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 
 from pilotage.core.errors import PilotageError
-
-pytest.importorskip("vllm")
-
 from pilotage.serving import launch
 from pilotage.serving.fallback import table, tiny
 from pilotage.serving.greedy import greedy

@@ -10,11 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pilotage.core.errors import Unsupported, WeightError
-
-pytest.importorskip("vllm")
-
 from pilotage.arch import tiny
+from pilotage.core.errors import Unsupported, WeightError
 from pilotage.models.common.nested import TextOfMultimodal
 from pilotage.models.proof import weight_ledger
 

@@ -8,7 +8,19 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pilotage.core.errors import BadInput
 from pilotage.core.nouns import Observation
+
+
+def require_known(arms: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse an arm of the command line that is not one of `known`.
+
+    Raises:
+        BadInput: it is not.
+    """
+    unknown = [arm for arm in arms if arm not in known]
+    if unknown:
+        raise BadInput(f"no arm is called {unknown[0]!r}", where="--arm", do=f"use {' or '.join(known)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import torch
 
 from pilotage.accuracy import prompts, same_config
 from pilotage.accuracy.arms import hf
+from pilotage.accuracy.arms.base import require_known
 from pilotage.accuracy.arms.tapped import PagedTapped, Request
 from pilotage.accuracy.localise import around, blame, evidence
 from pilotage.accuracy.localise.arm import ArmReport, Bench, Target, conclude
@@ -215,9 +216,7 @@ def localise(
     from pilotage.arch import source
     from pilotage.arch.spec import ArchSpec
 
-    unknown = [arm for arm in arms if arm not in ARMS]
-    if unknown:
-        raise BadInput(f"no arm is called {unknown[0]!r}", where="--arm", do=f"use {' or '.join(ARMS)}")
+    require_known(arms, ARMS)
     clock, how = Clock(), condition or Condition()
     path = source.resolve(model)
     ref_path = source.resolve(reference) if reference is not None else path

@@ -155,8 +155,6 @@ def test_without_a_fallback_it_runs_eagerly_and_says_what_it_cannot_do() -> None
 
 
 def test_bf16_goes_through_arrays_and_back() -> None:
-    pytest.importorskip("ml_dtypes")
-
     def double(x: Tensor) -> Tensor:
         return x * 2
 

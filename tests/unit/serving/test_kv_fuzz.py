@@ -162,12 +162,12 @@ def _window_from_the_chunk(patch: pytest.MonkeyPatch) -> None:
 
 def _one_key_short(patch: pytest.MonkeyPatch) -> None:
     """The definition sees one key fewer than it may when the window has moved."""
-    real = attention._visible
+    real = attention.sees
 
     def visible(query_at: Any, key_at: Any, window: int | None) -> Any:
         return real(query_at, key_at, window - 1 if window is not None else None)
 
-    patch.setattr(attention, "_visible", visible)
+    patch.setattr(attention, "sees", visible)
 
 
 PLANTED = [

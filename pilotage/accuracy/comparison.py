@@ -15,6 +15,7 @@ from pilotage.accuracy import gates, metrics, prompts
 from pilotage.accuracy.arms import hf
 from pilotage.accuracy.arms.base import Arm, Stream
 from pilotage.accuracy.gates import ControlErrors
+from pilotage.accuracy.logit_errors import LogitErrors, logit_errors
 from pilotage.core.errors import BadInput
 from pilotage.core.nouns import Status, Verdict, worst
 
@@ -150,8 +151,8 @@ def compare(
     dtype = getattr(torch, arm)
     rows = {"target": metrics.row_errors(target, expected), "baseline": metrics.row_errors(baseline, expected)}
     logits = {
-        "target": metrics.logit_errors(target, expected, dtype=dtype),
-        "baseline": metrics.logit_errors(baseline, expected, dtype=dtype),
+        "target": logit_errors(target, expected, dtype=dtype),
+        "baseline": logit_errors(baseline, expected, dtype=dtype),
     }
     measured = metrics.model_errors(rows["target"], rows["baseline"], reference.phases)
     verdicts = [_locate(verdict, reference) for verdict in gates.whole_model(measured, found, arm=arm, n=n)]
@@ -191,7 +192,7 @@ def _pair(target: float, baseline: float) -> dict[str, float | None]:
 
 
 def _by_position(
-    reference: Reference, rows: Mapping[str, metrics.RowErrors], logits: Mapping[str, metrics.LogitErrors]
+    reference: Reference, rows: Mapping[str, metrics.RowErrors], logits: Mapping[str, LogitErrors]
 ) -> list[dict[str, Any]]:
     found = []
     for row, (stream, position) in enumerate(reference.where):
@@ -216,7 +217,7 @@ def _by_position(
     return found
 
 
-def _ties(reference: Reference, logits: metrics.LogitErrors) -> list[dict[str, Any]]:
+def _ties(reference: Reference, logits: LogitErrors) -> list[dict[str, Any]]:
     """List the rows whose most likely token differs, with how close the reference's two best were."""
     return [
         {

@@ -44,6 +44,8 @@ MAX_CONTROL_RATIO = 4.0
 # The floors are where nothing is wrong, so a bound under 1 floor says nothing; the row gain reached 0.92 of its own.
 MIN_MODEL_BOUND = 1.0
 MIN_GAIN_BOUND = 1.5
+# Share of elements that may differ where none has a reason to.
+MAX_UNLIKE = 1e-3
 # For single fp32 tensors, without controls of their own.
 BASELINE_SLACK = 3.0
 GAIN_BOUND = 3.0
@@ -229,6 +231,26 @@ def floored(target: Tensor, expected: Tensor, baseline: Tensor, *, name: str) ->
             strict=True,
         )
     ]
+
+
+def same_bits(target: Tensor, baseline: Tensor, *, name: str) -> Verdict:
+    """Judge a look-up in a half precision: a product of two such numbers is exact in fp32 and has one way to round.
+
+    Args:
+        target: what is tested.
+        baseline: a trusted implementation in the same dtype, same shape.
+        name: what is compared, for the claim.
+    """
+    unlike = float((target != baseline).double().mean())
+    return Verdict(
+        claim=f"{name}: a look-up, equal to the baseline's to the bit",
+        metric="unlike",
+        estimate=unlike,
+        bound=MAX_UNLIKE,
+        bound_source="rows of a table times a constant have one way to round",
+        n=target.numel(),
+        status=by_value(unlike, MAX_UNLIKE),
+    )
 
 
 def two_way(actual: Tensor, expected: Tensor, *, rtol: float, atol: float, name: str) -> Verdict:

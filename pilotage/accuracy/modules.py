@@ -68,7 +68,7 @@ def chosen(types: Sequence[str], shared: int = 0) -> list[int]:
 
 def names(decoder: Any, layers: Sequence[int]) -> list[tuple[str, str]]:
     """List (module name relative to the decoder, kind) of everything that is checked, in the order of the model."""
-    found = [("embed_tokens", "embedding")]
+    found = [(name, "embedding") for name, _ in decoder.named_children() if name.startswith("embed_tokens")]
     for index in layers:
         layer = decoder.layers[index]
         # A norm without a weight is arithmetic of its block, and no module that a port must have.
@@ -136,7 +136,7 @@ def check(
                 results.append(_entry(job.label, job.kind, dtype_name, _rope(job, found, fp32, expected, baseline)))
                 continue
             values, decode = _compared(job, found, expected, baseline, fp32)
-            results.append(_entry(job.label, job.kind, dtype_name, _judge(job.label, dtype, *values), **decode))
+            results.append(_entry(job.label, job.kind, dtype_name, _judge(job, dtype, *values), **decode))
         hf.set_attention(fp32, "sdpa")
     return results
 
@@ -294,13 +294,17 @@ def _epsilon(norm: Any) -> float | None:
     return float(found) if found else None
 
 
-def _judge(name: str, dtype: torch.dtype, target: Tensor | None, expected: Tensor, baseline: Tensor) -> list[Verdict]:
+def _judge(job: Job, dtype: torch.dtype, target: Tensor | None, expected: Tensor, baseline: Tensor) -> list[Verdict]:
+    name = job.label
     if target is None:
         claim = f"{name}: error no larger than the baseline's"
         return [gates.single(Status.NOT_MEASURED, claim, "module", "our model has no module of this name")]
     if dtype is torch.float32:
         return gates.floored(target, expected, baseline, name=name)
-    return gates.three_way(target, expected, baseline, rtol=metrics.RMS_FLOOR, name=name)
+    verdicts = gates.three_way(target, expected, baseline, rtol=metrics.RMS_FLOOR, name=name)
+    if job.kind == "embedding" and target.shape == baseline.shape:
+        verdicts.append(gates.same_bits(target, baseline, name=name))
+    return verdicts
 
 
 def _rope_jobs(kinds: Sequence[str], types: Sequence[str], fp32: Any, expected: HFModules) -> list[Job]:

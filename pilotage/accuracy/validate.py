@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pilotage.accuracy import comparison, controls, encoding, metrics, prompts, same_config
+from pilotage.accuracy import comparison, controls, encoding, kv_controls, metrics, prompts, same_config
 from pilotage.accuracy import kv as kv_cache
 from pilotage.accuracy import modules as module_checks
 from pilotage.accuracy.arms import hf
@@ -163,7 +163,7 @@ def hugging_face(
         if kv is None:
             return None
         baseline = [hf.keys_values(other, stream) for stream in reference.streams]
-        return kv_cache.side(other, reference.streams, kv, baseline, [*key, arm])
+        return kv_controls.side(other, reference.streams, kv, baseline, [*key, arm])
 
     skip: tuple[str, ...] = ()
     if dtype is torch.float32:

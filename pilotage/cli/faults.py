@@ -47,6 +47,7 @@ def verb(app: typer.Typer) -> None:
         Exits with 0 if every fault that fp32 can see is found, 95% of the found ones are named first and no clean run
         alarms; with 1 otherwise.
         """
+        from pilotage.accuracy.faults import cases
         from pilotage.accuracy.faults import page as pages
         from pilotage.accuracy.faults import run as faults_run
         from pilotage.accuracy.faults.table import FAULTS
@@ -54,8 +55,8 @@ def verb(app: typer.Typer) -> None:
         from pilotage.core.nouns import Status
 
         where = out if out is not None else store.home() / "faults"
-        planted, cases = faults_run.sample() if sample else (list(FAULTS), faults_run.clean_cases(clean))
-        report = faults_run.measure(where, faults=planted, clean=cases, only=only, again=again, engine=engine)
+        planted, runs = cases.sample() if sample else (list(FAULTS), cases.clean_cases(clean))
+        report = faults_run.measure(where, faults=planted, clean=runs, only=only, again=again, engine=engine)
         if page is not None:
             # Of everything that is kept, not of this run alone.
             store.write_text(page, pages.markdown(faults_run.kept_report(where)))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import prompts_of
 
-from pilotage.accuracy import kv
+from pilotage.accuracy import kv, kv_controls
 from pilotage.accuracy.arms import hf
 from pilotage.accuracy.arms.base import Stream
 from pilotage.accuracy.arms.engine import EngineGenerate, read_kv
@@ -148,7 +148,7 @@ def kv_sides(fp32: tuple[Path, Any, Any]) -> tuple[list[Stream], Any, kv.KVSide]
     expected = [hf.keys_values(truth, stream) for stream in streams]
     model = hf.load(path, torch.bfloat16)
     baseline = [hf.keys_values(model, stream) for stream in streams]
-    controls, _ = kv.measure(model, streams, expected, baseline)
+    controls, _ = kv_controls.measure(model, streams, expected, baseline)
     return streams, expected, kv.KVSide(baseline=baseline, controls=controls, about={})
 
 

@@ -300,7 +300,8 @@ class OurModules:
     def run(self, name: str, x: Tensor) -> Tensor:
         """Call a module that looks at its input alone; a row-parallel projection gets its rank's part of it."""
         module = self.module(name)
-        if isinstance(weight := getattr(module, "weight", None), Tensor) and weight.ndim == 2:
+        weight = getattr(module, "weight", None)
+        if x.is_floating_point() and isinstance(weight, Tensor) and weight.ndim == 2:
             from pilotage.parallel import get_tp_group
 
             width, rank = weight.shape[1], get_tp_group().rank
@@ -314,7 +315,7 @@ class OurModules:
             return torch.stack(self.rope(job.x, job.layer_type))
         if self.module(job.name) is None:
             return None
-        if job.kind == "embedding":
+        if job.name == "embed_tokens":
             return self.embed(job.x)
         return self.with_context(job) if job.kind in CONTEXT else self.run(job.name, job.x)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pilotage.accuracy.faults import peers
-from pilotage.accuracy.faults.run import Report
+from pilotage.accuracy.faults.report import Report
 from pilotage.accuracy.faults.table import NOT_COVERED
 
 _INTRODUCTION = """\
@@ -59,6 +59,8 @@ def markdown(report: Report) -> str:
         wrong = unseen + report.misnamed
         if wrong:
             parts += ["## Missed and misnamed\n", _wrong(wrong)]
+    if report.engine:
+        parts += ["## Through the real engine\n", _engine(report.engine)]
     if any(found.get("largest") for found in report.clean):
         parts += ["## Clean runs\n", _clean(report.clean)]
     parts += ["## The rules of others, on the same logits\n", _peers(report)]
@@ -133,6 +135,21 @@ def _wrong(faults: Sequence[dict[str, Any]]) -> str:
         said = f"{culprits}; the right one is {right}" if found["detected"] else unseen
         rows.append((found["model"], found["name"], " or ".join(f"`{w}`" for w in found["where"]), said))
     return _table(("model", "fault", "right would be", "what came out"), rows)
+
+
+def _engine(faults: Sequence[dict[str, Any]]) -> str:
+    """Count by component what the engine's logits show, and name what they do not."""
+    rows: list[tuple[Any, ...]] = []
+    for heading in dict.fromkeys(found["heading"] for found in faults):
+        same = [found for found in faults if found["heading"] == heading]
+        by = {arm: sum(arm in found["detected_by"] for found in same) for arm in ("float32", "bfloat16")}
+        unseen = [f"{found['model']}: {found['name']}" for found in same if not found["detected"]]
+        rows.append((heading, len(same), *by.values(), "; ".join(unseen) or "-"))
+    note = (
+        "The same faults in the running vLLM engine, whose logits are judged by the gates of `validate`: in fp32, and "
+        "in bfloat16 where that shows nothing. Modules are not looked at there."
+    )
+    return f"{note}\n\n{_table(('component', 'planted', 'found in fp32', 'in bfloat16 alone', 'not found'), rows)}"
 
 
 def _clean(runs: Sequence[dict[str, Any]]) -> str:

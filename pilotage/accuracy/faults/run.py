@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -17,144 +16,22 @@ from pilotage.accuracy.arms.tapped import PagedTapped
 from pilotage.accuracy.encoding import Encoder, encoding_verdict
 from pilotage.accuracy.faults import training
 from pilotage.accuracy.faults.bench import ARMS, Bench, failures
+from pilotage.accuracy.faults.cases import KERNELS, Clean
 from pilotage.accuracy.faults.fault import Fault, Patch
+from pilotage.accuracy.faults.report import Report
 from pilotage.accuracy.faults.table import FAULTS
 from pilotage.accuracy.faults.target import RankedTapped, Ranks, ServedEncoder, rows_of
 from pilotage.accuracy.localise import localise
 from pilotage.accuracy.localise.run import Condition, Localisation
-from pilotage.accuracy.localise.score import ATTENTION_SLACK, BOUNDS
 from pilotage.core import store
 from pilotage.core.errors import BadInput
 from pilotage.core.nouns import Status
 from pilotage.core.progress import track
 
 # Kept results of another recipe are measured again.
-RECIPE = 2
-SAMPLE_FAULTS, SAMPLE_CLEAN = 12, 10
-NAMED_TARGET = 0.95
+RECIPE = 3
 # Small, so that the longer prompts come in chunks.
 _BUCKETS = {"num_batched_tokens_buckets": [32, 64], "num_seqs_buckets": [1, 8]}
-_ATTENTION = ("flash_attention", "segmented_attention", "attention_decode")
-KERNELS: dict[str, dict[str, str]] = {
-    "as served": {},
-    "plain torch": {
-        name: "torch" for name in (*_ATTENTION, "write_kv", "qkv_proj", "mlp", "linear", "o_proj", "lm_head")
-    },
-    "torch sdpa": {name: "sdpa" for name in _ATTENTION},
-    "projections not packed": {},
-}
-MODELS = (
-    *("deepseek_v3", "gemma2", "gemma3", "gemma4", "gpt_oss", "llama3"),
-    *("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
-)
-LOCALISED = ("as served", "plain torch")  # clean runs in which localise is asked as well
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clean:
-    """A run in which nothing is wrong.
-
-    Attributes:
-        model: tiny model. seed: of its weights. kernels: key of `KERNELS`.
-        localised: localise is asked as well.
-    """
-
-    model: str
-    seed: int
-    kernels: str
-    localised: bool
-
-    @property
-    def id(self) -> str:
-        """A name for files and messages."""
-        return f"{self.model}@{self.seed} {self.kernels}".replace(" ", "-")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """What became of all cases.
-
-    Attributes:
-        faults: one result for each planted fault, in the order of the table.
-        clean: one for each clean run.
-        engine: one for each fault whose logits came from the real engine; of these only detection is asked.
-    """
-
-    faults: list[dict[str, Any]] = field(default_factory=list)
-    clean: list[dict[str, Any]] = field(default_factory=list)
-    engine: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def missed(self) -> list[dict[str, Any]]:
-        """Faults that fp32 can see and that nothing found."""
-        return [found for found in (*self.faults, *self.engine) if found["fp32"] and not found["detected"]]
-
-    @property
-    def misnamed(self) -> list[dict[str, Any]]:
-        """Detected faults of which the first culprit is another module."""
-        return [found for found in self.faults if found["detected"] and not found["named_first"]]
-
-    @property
-    def false_alarms(self) -> list[dict[str, Any]]:
-        """Clean runs in which something alarmed."""
-        return [found for found in self.clean if found["alarms"]]
-
-    @property
-    def status(self) -> Status:
-        """Pass where the targets hold: nothing missed, 95% named first, no false alarm."""
-        if not (self.faults or self.clean or self.engine):
-            return Status.NOT_MEASURED
-        detected = [found for found in self.faults if found["detected"]]
-        named = len(detected) - len(self.misnamed)
-        bad = self.missed or self.false_alarms or named < NAMED_TARGET * len(detected)
-        return Status.FAIL if bad else Status.PASS
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "status": self.status.value,
-            "faults": self.faults,
-            "clean": self.clean,
-            "engine": self.engine,
-            "counts": {
-                "faults": len(self.faults),
-                "fp32_visible": sum(found["fp32"] for found in self.faults),
-                "detected": sum(found["detected"] for found in self.faults),
-                "missed": [found["id"] for found in self.missed],
-                "misnamed": [found["id"] for found in self.misnamed],
-                "engine": len(self.engine),
-                "clean": len(self.clean),
-                "false_alarms": [found["id"] for found in self.false_alarms],
-            },
-        }
-
-
-def clean_cases(count: int) -> list[Clean]:
-    """List clean runs: every model and kernel choice for one seed after another; see `LOCALISED`."""
-    found: list[Clean] = []
-    for seed in range(count):
-        for model in MODELS:
-            for kernels in KERNELS:
-                if len(found) == count:
-                    return found
-                found.append(Clean(model=model, seed=seed, kernels=kernels, localised=kernels in LOCALISED))
-    return found
-
-
-def sample() -> tuple[list[Fault], list[Clean]]:
-    """Choose what CI runs: a fault of every component and of as many models, and a clean run of every model."""
-    by_heading: dict[str, list[Fault]] = {}
-    for fault in FAULTS:
-        if fault.ranks == 1 and fault.fp32 and fault.subject != "drafts":  # an engine's start is not for every change
-            by_heading.setdefault(fault.heading, []).append(fault)
-    chosen: list[Fault] = []
-    for turn in range(SAMPLE_FAULTS):
-        for faults in by_heading.values():
-            used = [fault.model for fault in chosen]
-            left = [fault for fault in faults if fault not in chosen]
-            if left and len(chosen) < SAMPLE_FAULTS and turn <= len(chosen):
-                chosen.append(min(left, key=lambda fault: used.count(fault.model)))
-    clean = [Clean(model=model, seed=1, kernels="as served", localised=i < 3) for i, model in enumerate(MODELS)]
-    return chosen, clean[:SAMPLE_CLEAN]
 
 
 class Runner:
@@ -376,10 +253,9 @@ def _largest(found: Localisation) -> dict[str, dict[str, float]]:
     said: dict[str, dict[str, float]] = {}
     for arm in found.arms:
         for site in arm.sites:
-            slack = ATTENTION_SLACK if arm.arm == "float32" and site["site"].endswith(".heads") else 1.0
             for name, value in site["statistics"].items():
                 kind = name.split("_")[0]
-                over = round(value / (slack * BOUNDS[kind]), 3)
+                over = round(value / site["bounds"][name], 3)
                 said.setdefault(arm.arm, {})[kind] = max(said.get(arm.arm, {}).get(kind, 0.0), over)
     return said
 

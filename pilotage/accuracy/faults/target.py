@@ -120,14 +120,16 @@ class RankedTapped:
     def cached(self, requests: Sequence[Request], handed: Handed) -> dict[str, Cached]:
         """See `PagedTapped.cached`."""
         found = self.ranks.ask("cached", list(requests), handed)
-        return {
-            name: Cached(
+        joined: dict[str, Cached] = {}
+        for name, one in found[0].items():
+            # Pages are divided as the keys are that go into them; latents, which are no keys, are whole on every rank.
+            keys = self.known.get(f"{name}.k_rope", SiteInfo(name=name))
+            joined[name] = Cached(
                 first=one.first,
-                keys=[torch.cat([part[name].keys[r] for part in found], 1) for r in range(len(requests))],
-                values=[torch.cat([part[name].values[r] for part in found], 1) for r in range(len(requests))],
+                keys=[keys.join([part[name].keys[r] for part in found]) for r in range(len(requests))],
+                values=[keys.join([part[name].values[r] for part in found]) for r in range(len(requests))],
             )
-            for name, one in found[0].items()
-        }
+        return joined
 
 
 def _share(handed: Handed | None, known: Mapping[str, SiteInfo], rank: int, ranks: int) -> Handed | None:

@@ -9,10 +9,12 @@ from typing import Any
 
 from pilotage.accuracy import prompts
 from pilotage.accuracy.invariance import plans, rows, tokens
+from pilotage.accuracy.invariance import streams as token_streams
 from pilotage.accuracy.invariance.judge import Result, judge
 from pilotage.accuracy.invariance.noise import Noise
-from pilotage.accuracy.invariance.plans import Plan, Sizes, Streams
+from pilotage.accuracy.invariance.plans import Plan
 from pilotage.accuracy.invariance.rows import Rows
+from pilotage.accuracy.invariance.streams import DRAFTS, Sizes, Streams
 from pilotage.core.nouns import Status, Verdict
 
 # Logits that may be held at a time for one condition; a model with a large vocabulary is compared at fewer positions.
@@ -74,7 +76,7 @@ def settings(path: Path, name: str) -> Settings:
     if name == DRAFTING:
         # Requests name most of their drafts; where they do not, these are taken from the text.
         ngram = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-        speculation["speculative_config"] = {**ngram, "num_speculative_tokens": plans.DRAFTS}
+        speculation["speculative_config"] = {**ngram, "num_speculative_tokens": DRAFTS}
     sizes = Sizes(
         block=16,
         windows=windows,
@@ -113,7 +115,11 @@ def drawn(path: Path, sizes: Sizes) -> Streams:
     spec = ArchSpec.from_hf(source.load_config(str(path)))
     bos = spec.bos_token_id[0] if isinstance(spec.bos_token_id, list | tuple) else spec.bos_token_id
     encode = encoder(path)
-    return plans.streams(sizes, lambda lengths: prompts.token_ids(encode, lengths, vocab_size=spec.vocab_size, bos=bos))
+
+    def draw(lengths: Sequence[int]) -> Sequence[Sequence[int]]:
+        return prompts.token_ids(encode, lengths, vocab_size=spec.vocab_size, bos=bos)
+
+    return token_streams.make(sizes, draw)
 
 
 def positions(streams: Streams, sizes: Sizes, vocab_size: int) -> list[int]:
@@ -131,12 +137,29 @@ def positions(streams: Streams, sizes: Sizes, vocab_size: int) -> list[int]:
 
 
 class Bench:
-    """One started engine with its reference rows; judges conditions against them."""
+    """One started engine with its reference rows; judges conditions against them.
 
-    def __init__(self, llm: Any, which: Settings, streams: Streams, wanted: Sequence[int], noise: Noise) -> None:
+    Args:
+        llm: from `launch.engine`.
+        which: its settings.
+        streams: of the run.
+        wanted: positions whose logits are compared.
+        noise: what clean computations differ by.
+        reference: rows of the reference condition, where only those of another engine count; None computes them.
+    """
+
+    def __init__(
+        self,
+        llm: Any,
+        which: Settings,
+        streams: Streams,
+        wanted: Sequence[int],
+        noise: Noise,
+        reference: Rows | None = None,
+    ) -> None:
         self.llm, self.which, self.streams, self.wanted, self.noise = llm, which, streams, wanted, noise
         self.plan = plans.alone(streams)
-        self.reference = rows.run(llm, self.plan, wanted)
+        self.reference = rows.run(llm, self.plan, wanted) if reference is None else reference
 
     def run(self, plan: Plan) -> Rows:
         """Put the engine into a condition and return what it computed."""

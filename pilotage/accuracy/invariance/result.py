@@ -8,7 +8,7 @@ from typing import Any
 from pilotage.accuracy.invariance import plans
 from pilotage.accuracy.invariance.judge import Result
 from pilotage.accuracy.invariance.noise import Noise
-from pilotage.accuracy.invariance.plans import Streams
+from pilotage.accuracy.invariance.streams import Streams
 from pilotage.core.nouns import Status, worst
 
 

@@ -26,9 +26,10 @@ from pilotage.accuracy.invariance.bench import (
 )
 from pilotage.accuracy.invariance.judge import Result, judge
 from pilotage.accuracy.invariance.noise import Noise
-from pilotage.accuracy.invariance.plans import Plan, Streams
+from pilotage.accuracy.invariance.plans import Plan
 from pilotage.accuracy.invariance.result import Invariance
 from pilotage.accuracy.invariance.rows import differences
+from pilotage.accuracy.invariance.streams import Streams
 from pilotage.core.errors import BadInput
 from pilotage.core.nouns import Status, Verdict
 from pilotage.core.progress import track
@@ -135,7 +136,9 @@ class _Run:
             wanted = self.benches[PARTNERS[name][0]].wanted
         noise = self._noise(which, streams, wanted)
         with engine(self.path, **which.options) as llm:
-            bench = Bench(llm, which, streams, wanted, noise)
+            # What is drafted is held against the rows of the engine that drafts nothing, and against none of its own.
+            reference = self.benches[SHARP].reference if name == DRAFTING else None
+            bench = Bench(llm, which, streams, wanted, noise, reference)
             self.benches[name] = bench
             # The sharp engine gets every edge: its steps are cheap, and no fault of addressing hides in its noise.
             found = plans.conditions(which.sizes, streams, thorough=self.thorough and name == SHARP)
@@ -147,7 +150,9 @@ class _Run:
                 self.results.append(bench.check(plan))
             if name in PARTNERS:
                 partner, relation = self.benches[PARTNERS[name][0]], PARTNERS[name][1]
-                across = plans.speculations(streams) if name == DRAFTING else [plans.together(streams, relation)]
+                across = [plans.together(streams, relation)]
+                if name == DRAFTING:
+                    across = plans.speculations(streams, thorough=self.thorough)
                 if name != DRAFTING:
                     self.results.append(bench.judged(bench.plan, bench.reference, relation, partner=partner))
                 self.results += [bench.check(plan, partner) for plan in track(across, name)]

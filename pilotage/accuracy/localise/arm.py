@@ -15,7 +15,7 @@ from pilotage.accuracy.arms.tapped import HEAD_SITES, Cached, Handed, Request, R
 from pilotage.accuracy.localise import blame, course, score
 from pilotage.accuracy.localise.around import Misstep
 from pilotage.accuracy.localise.blame import KV, Culprit, Finding
-from pilotage.accuracy.localise.side import Known, joined
+from pilotage.accuracy.localise.side import Known, joined, looks_up
 from pilotage.core.errors import BadInput
 from pilotage.core.nouns import Status
 
@@ -142,7 +142,7 @@ class Bench:
         where = self.kept if site in HEAD_SITES else self.where
         if actual is None:
             return
-        rows = joined(actual)
+        rows, looked_up = joined(actual), self.side.looked_up.get(site)
         missing: Sequence[Tensor] = getattr(self.target, "missing", ())
         if any(bool(lost.any()) for lost in missing):
             # Rows of a prefix that was found in the cache were never computed: they are not measured.
@@ -150,6 +150,7 @@ class Bench:
             where = [at for at, there in zip(where, computed.tolist(), strict=True) if there]
             rows, expected = rows[computed], expected[computed]
             controls = [control.taken(computed) for control in controls]
+            looked_up = None if looked_up is None else looked_up[computed]
         if rows.shape != expected.shape:
             raise BadInput(
                 f"the target has {list(rows.shape)} there, the reference {list(expected.shape)}",
@@ -158,12 +159,14 @@ class Bench:
             )
         by_phase = [self._phase(r, p) for r, p in where]
         measured = score.measure(rows, expected)
-        once = site == "model.embed_tokens"
+        unlike = None if looked_up is None else float((rows != looked_up).double().mean())
         blocks = site.endswith(".heads") and self.dtype is torch.float32
         slack = score.ATTENTION_SLACK if blocks else 1.0
         dtype = self.side.dtypes.get(site, self.dtype)
         floor = score.floors(dtype)
-        scored = score.score(measured, controls, by_phase, dtype, floor, rounds_once=once, slack=slack)
+        scored = score.score(
+            measured, controls, by_phase, dtype, floor, rounds_once=looks_up(site), slack=slack, unlike=unlike
+        )
         table.append({"site": site, **scored.to_json(), "by_position": course.by_position(where, scored.by_row)})
         if scored.status is Status.FAIL:
             findings.append(self._finding(site, scored, where, by_phase))

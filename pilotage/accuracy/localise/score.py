@@ -3,7 +3,8 @@
 A site's error is measured in the same rows for the target and for the clean controls, in five statistics: pooled over
 all rows and over those of each phase (what averages over everything), the worst row and the largest element (what an
 average hides), and the gain (what a wrong scale or epsilon moves while everything else stays in the noise). The unit of
-each is the largest that a control makes of it, no smaller than the floor of the dtype; a bound is so many units.
+each is the largest that a control makes of it, no smaller than the floor of the dtype; a bound is so many units. A
+look-up in a half precision has no noise at all: there every bit counts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ GAIN_ERRORS = 2.0
 EXACTER = 2.0
 # In units of the largest control. Clean models, in process, compiled and on two ranks, reached at most: pooled 1.0, row
 # 1.7, element 1.15, gain 2.1 (docs/localise.md).
-BOUNDS = {"rms": 1.4, "row": 3.0, "element": 4.0, "gain": 3.0}
+BOUNDS = {"rms": 1.4, "row": 3.0, "element": 4.0, "gain": 3.0, "unlike": 1.0}
+# Where every control has the same error to the bit, nothing is summed and there is one way to round: another correct
+# one rounds as often or less. Rounding once more makes the pooled error 1.41 times as large. To this bound comes what
+# two draws of one error law differ by, so many over the root of the number of elements.
+ALIKE_RMS = 1.15
+ALIKE_DRAWS = 3.0
+# Share of elements that may differ where none has a reason to.
+UNLIKE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +108,7 @@ class Score:
         ratio: pooled RMS error in units of the largest control.
         relative: pooled RMS error over the RMS of what is expected.
         statistics: every statistic, in its unit.
+        bounds: of each statistic, in the same unit.
         worst: index of the worst row.
         by_row: [rows] error of each row in the row statistic's unit.
     """
@@ -110,6 +119,7 @@ class Score:
     ratio: float
     relative: float
     statistics: Mapping[str, float]
+    bounds: Mapping[str, float]
     worst: int
     by_row: Tensor
 
@@ -121,6 +131,7 @@ class Score:
             "ratio": finite(self.ratio),
             "relative_error": finite(self.relative),
             "statistics": {name: finite(value) for name, value in self.statistics.items()},
+            "bounds": dict(self.bounds),
             "wrong_rows": float((self.by_row > BOUNDS["row"]).double().mean()) if self.by_row.numel() else 0.0,
         }
 
@@ -143,6 +154,7 @@ def score(
     *,
     rounds_once: bool = False,
     slack: float = 1.0,
+    unlike: float | None = None,
 ) -> Score:
     """Score a site.
 
@@ -155,6 +167,7 @@ def score(
         floor: of that dtype.
         slack: factor on every bound, see `ATTENTION_SLACK`.
         rounds_once: the site is a look-up or a single product, which no fused arithmetic computes more exactly.
+        unlike: share of elements that are not the first control's, where all that is correct gives the same bits.
     """
     e, sq = target.rows.expected_sq, target.rows.sq
     if not bool(torch.isfinite(e).all()):
@@ -165,18 +178,22 @@ def score(
             ratio=math.nan,
             relative=math.nan,
             statistics={},
+            bounds={},
             worst=0,
             by_row=torch.zeros(0),
         )
     width = target.rows.width
     statistics: dict[str, float] = {}
+    bounds: dict[str, float] = {}
+    alike = dtype is not torch.float32 and all(torch.equal(c.rows.sq, controls[0].rows.sq) for c in controls)
     for phase in ("all", *dict.fromkeys(phases)):
         rows = torch.tensor([phase in ("all", found) for found in phases])
-        unit = max(float(c.rows.sq[rows].sum()) for c in controls)
-        unit = max(unit, floor.rms**2 * float(e[rows].sum()))
-        statistics["rms" if phase == "all" else f"rms_{phase}"] = _over(
-            math.sqrt(float(sq[rows].sum())), math.sqrt(unit)
-        )
+        made, least = max(float(c.rows.sq[rows].sum()) for c in controls), floor.rms**2 * float(e[rows].sum())
+        unit = max(made, least)
+        name = "rms" if phase == "all" else f"rms_{phase}"
+        statistics[name] = _over(math.sqrt(float(sq[rows].sum())), math.sqrt(unit))
+        # Below the floor the controls round less than once, and once is nobody's fault.
+        bounds[name] = _pooled_bound(int(rows.sum()) * width if alike and made > least else None)
     by_row = _by_row(target, controls, floor)
     worst = int(by_row.argmax())
     statistics["row"] = float(by_row[worst])
@@ -184,8 +201,11 @@ def score(
     unit = max(*(c.element for c in controls), floor.element * size)
     statistics["element"] = _over(target.element, unit)
     statistics["gain"] = _gain(target, controls, dtype, floor, rounds_once)
+    if unlike is not None:
+        statistics["unlike"] = unlike / UNLIKE
 
-    scores = {name: value / (slack * BOUNDS[name.split("_")[0]]) for name, value in statistics.items()}
+    bounds = {name: slack * bounds.get(name, BOUNDS[name.split("_")[0]]) for name in statistics}
+    scores = {name: value / bounds[name] for name, value in statistics.items()}
     # NaN is the largest there is.
     statistic = max(scores, key=lambda name: math.inf if math.isnan(scores[name]) else scores[name])
     value = scores[statistic]
@@ -197,9 +217,15 @@ def score(
         ratio=statistics["rms"],
         relative=math.sqrt(float(sq.sum()) / total) if total else (0.0 if not float(sq.sum()) else math.inf),
         statistics=statistics,
+        bounds=bounds,
         worst=worst,
         by_row=by_row,
     )
+
+
+def _pooled_bound(elements: int | None) -> float:
+    """Bound the pooled error, over so many elements of a site where all controls are alike, None for another site."""
+    return BOUNDS["rms"] if elements is None else min(BOUNDS["rms"], ALIKE_RMS + ALIKE_DRAWS / math.sqrt(elements))
 
 
 def _by_row(target: SiteErrors, controls: Sequence[SiteErrors], floor: Floors) -> Tensor:

@@ -33,6 +33,7 @@ class Side:
         expected: site -> [rows, width] given those.
         controls: site -> what each control makes of it.
         dtypes: site -> dtype that Hugging Face's model of the arm has there.
+        looked_up: site -> Hugging Face's own rows, of look-ups in a half precision: all that is correct has those bits.
         stream: the reference's residual stream, running free.
         logits: the reference's, running free.
         control_logits: by control, running free. control_stream: the first one's.
@@ -61,6 +62,7 @@ class Side:
         self.controls: dict[str, list[score.SiteErrors]] = {site: [] for site in sites}
         # Some places are computed in fp32 whatever the arm: what rounds there is no clean computation.
         self.dtypes: dict[str, torch.dtype] = {}
+        self.looked_up: dict[str, Tensor] = {}
         self.control_logits: dict[str, Tensor] = {}
         self.control_stream: Rows = {}
         chosen = variants.variants(dtype, ranks)
@@ -69,10 +71,17 @@ class Side:
                 for site, clean in control.observe(requests, sites, handed).items():
                     self.dtypes[site] = torch.float32 if clean[0].dtype is torch.float32 else dtype
                     self.controls[site].append(score.measure(joined(clean), self.expected[site]))
+                    if looks_up(site) and dtype is not torch.float32:
+                        self.looked_up.setdefault(site, joined(clean))
                 wanted = ["logits"] if self.control_stream else [*self.stream, "logits"]
                 rows = control.observe(requests, wanted)
             self.control_stream = self.control_stream or rows
             self.control_logits[variant.name] = joined(rows["logits"])
+
+
+def looks_up(site: str) -> bool:
+    """Whether a site is rows of a table times a constant: exact in fp32 whoever computes it, and then rounded once."""
+    return site.startswith("model.embed_tokens")
 
 
 @dataclass

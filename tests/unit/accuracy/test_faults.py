@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from pilotage.accuracy.faults import page, peers, run
+from pilotage.accuracy.faults.cases import KERNELS, MODELS, clean_cases, sample
 from pilotage.accuracy.faults.fault import Fault, Patch, method, operator
-from pilotage.accuracy.faults.run import KERNELS, MODELS, Report, clean_cases, kept_report, sample
+from pilotage.accuracy.faults.report import Report
+from pilotage.accuracy.faults.run import kept_report
 from pilotage.accuracy.faults.table import FAULTS
 from pilotage.core.errors import BadInput
 from pilotage.core.nouns import Status
@@ -157,6 +159,15 @@ def test_the_page_says_what_was_missed() -> None:
     assert "| cosine 0.98 | Cosine similarity of all logits at least 0.98 | 2 | 1 |" in text
     assert "| pilotage | the gates above | 1 | 0 |" in text
     assert "Context parallelism: " in text
+    assert "real engine" not in text.split("# Planted faults")[1].split("## Result")[1]
+    engine = [
+        result("there"),
+        result("rounding", detected_by=["bfloat16"]),
+        result("gone", detected=False, detected_by=[]),
+    ]
+    text = page.markdown(Report(faults=faults, clean=clean, engine=engine))
+    assert "| found through the real engine | 2 of 3 planted there |" in text
+    assert "| RoPE | 3 | 1 | 1 | llama3: gone |" in text
 
 
 def test_results_are_kept_and_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,16 @@ def three_way(target: torch.Tensor, expected: torch.Tensor, baseline: torch.Tens
     return worst([v.status for v in gates.three_way(target, expected, baseline, rtol=rtol, name="x")])
 
 
+def test_a_look_up_has_one_way_to_round() -> None:
+    """Gemma's scale, sqrt(640), is 25.25 in bf16: who multiplies by 25.298 is nearer to fp32 and is not the model."""
+    table = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    home = table * torch.tensor(640**0.5, dtype=torch.bfloat16)
+    unrounded = (table.float() * 640**0.5).bfloat16()
+    assert three_way(unrounded, table.float() * 640**0.5, home) is Status.PASS
+    assert gates.same_bits(unrounded, home, name="x").status is Status.FAIL
+    assert gates.same_bits(home.clone(), home, name="x").status is Status.PASS
+
+
 def test_three_way_edges() -> None:
     expected = torch.randn(40, 40)
     noisy = expected + 0.01 * torch.randn(40, 40)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pilotage.accuracy import error_laws, kv
+from pilotage.accuracy import error_laws, kv, kv_controls
 from pilotage.accuracy.arms import hf
 from pilotage.accuracy.arms.base import LayerKV, Stream
 from pilotage.core.errors import BadInput
@@ -117,8 +117,8 @@ def sides(request: pytest.FixtureRequest, tiny: Callable[..., Path], tmp_path_fa
     expected = [hf.keys_values(truth, stream) for stream in STREAMS]
     model = hf.load(path, torch.bfloat16)
     baseline = [hf.keys_values(model, stream) for stream in STREAMS]
-    controls, missing = kv.measure(model, STREAMS, expected, baseline)
-    assert len(controls) == kv.ENOUGH and not missing
+    controls, missing = kv_controls.measure(model, STREAMS, expected, baseline)
+    assert len(controls) == kv_controls.ENOUGH and not missing
     return model, expected, kv.KVSide(baseline=baseline, controls=controls, about={})
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pilotage.accuracy import metrics
+from pilotage.accuracy.logit_errors import logit_errors, ulp
 
 NAN, INF = math.nan, math.inf
 
@@ -69,7 +70,7 @@ def test_clusters_widen_the_interval() -> None:
 
 def test_ulp() -> None:
     values = torch.tensor([1.0, 1.99, 2.0, 0.75, -130.0])
-    spacing = metrics.ulp(values, torch.bfloat16)
+    spacing = ulp(values, torch.bfloat16)
     assert spacing.tolist() == [2**-7, 2**-7, 2**-6, 2**-8, 1.0]
 
 
@@ -77,12 +78,12 @@ def test_ulp() -> None:
 def test_ulp_is_the_distance_to_the_next_float(value: float) -> None:
     x = torch.tensor(value, dtype=torch.float32)
     next_one = torch.nextafter(x, torch.tensor(INF))
-    assert float(metrics.ulp(x, torch.float32)) == float(next_one.double() - x.double())
+    assert float(ulp(x, torch.float32)) == float(next_one.double() - x.double())
 
 
 @pytest.mark.parametrize("at_once", [1, 5, 1000])
 def test_row_errors(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_AT_ONCE", at_once)
+    monkeypatch.setattr(metrics, "AT_ONCE", at_once)
     expected = torch.tensor([[3.0, 4.0], [1.0, 0.0], [0.0, 0.0]])
     actual = torch.tensor([[3.3, 4.4], [1.0, 0.5], [0.0, NAN]])
     rows = metrics.row_errors(actual, expected)
@@ -93,10 +94,10 @@ def test_row_errors(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 1000])
 def test_logit_errors(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_AT_ONCE", at_once)
+    monkeypatch.setattr(metrics, "AT_ONCE", at_once)
     expected = torch.tensor([[4.0, 2.0, 1.0, 0.0], [1.0, 2.0, 0.0, -4.0]])
     actual = torch.tensor([[4.0, 2.0, 1.5, 0.0], [2.0, 1.0, 0.0, -4.0]])
-    found = metrics.logit_errors(actual, expected, dtype=torch.bfloat16, ks=(1, 2, 1000))
+    found = logit_errors(actual, expected, dtype=torch.bfloat16, ks=(1, 2, 1000))
     assert found.top1.tolist() == [True, False]
     assert found.ulps.tolist() == [0.0, 1.0 / 2**-5]  # the ulp at max|actual| = 4
     assert {k: v.tolist() for k, v in found.topk.items()} == {
@@ -114,7 +115,7 @@ def test_logit_errors_never_hide_a_nan() -> None:
     expected = torch.randn(3, 8)
     actual = expected.clone()
     actual[1, 3] = NAN
-    found = metrics.logit_errors(actual, expected, dtype=torch.float32, ks=(5,))
+    found = logit_errors(actual, expected, dtype=torch.float32, ks=(5,))
     for values in (found.kl, found.ulps, found.topk["all"]):
         assert values[1] == INF and torch.isfinite(values[[0, 2]]).all()
 

@@ -64,6 +64,39 @@ def test_a_whole_run_is_verified_and_shows_every_part(tmp_path: Path) -> None:
     assert len(html) < 1_000_000
 
 
+def test_kernels_that_were_passed_over_are_said_with_the_reason(tmp_path: Path) -> None:
+    smoke = samples.smoke()
+    smoke["receipt"] = {
+        "operators": {
+            "flash_attention": [
+                {
+                    "implementation": "torch",
+                    "selections": 18,
+                    "refused": {"native_cpu": "head_dim 70 is no multiple of 8"},
+                    "reason": "nothing faster",
+                    "fallback": True,
+                }
+            ],
+            "rms_norm": [{"implementation": "native_cpu", "selections": 73, "refused": {}, "reason": "priority 10"}],
+        },
+        "kernel_fallbacks": {"flash_attention": 18},
+    }
+    html = built(samples.write_run(tmp_path, smoke=samples.record("smoke", result=smoke)))
+    said = " ".join(Outline(html).text["receipt"].split())
+    assert "passed over at 18 call sites of flash_attention" in said
+    assert "fallback: nothing faster" in said and "native_cpu: head_dim 70 is no multiple of 8" in said
+    assert html.count('<tr class="none"><td><code>flash_attention') == 1
+    # The other stages' receipts name none, and older ones do not say.
+    smoke["receipt"]["kernel_fallbacks"] = {}
+    none = " ".join(
+        Outline(built(samples.write_run(tmp_path, smoke=samples.record("smoke", result=smoke)))).text["receipt"].split()
+    )
+    assert "Kernel fallbacks: none" in none and "passed over at" not in none
+    del smoke["receipt"]["kernel_fallbacks"]
+    old = Outline(built(samples.write_run(tmp_path, smoke=samples.record("smoke", result=smoke)))).text["receipt"]
+    assert "Kernel fallbacks" not in old.split("validate")[0]
+
+
 def test_nothing_is_fetched_and_nothing_runs(tmp_path: Path) -> None:
     html = built(samples.write_run(tmp_path))
     outline = Outline(html)

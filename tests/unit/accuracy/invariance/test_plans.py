@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pilotage.accuracy.invariance import bench, plans
-from pilotage.accuracy.invariance.plans import Sizes
+from pilotage.accuracy.invariance.streams import Sizes, make
 from pilotage.serving.drive import Schedule
 
 TINY = Sizes(block=16, windows=(16,), token_buckets=(24, 72, 208), seq_buckets=(1, 3, 6), max_len=208)
@@ -27,7 +27,7 @@ def draw(lengths: Sequence[int]) -> list[list[int]]:
 
 @pytest.mark.parametrize("sizes", ALL)
 def test_requests_follow_their_streams_and_fit_the_engine(sizes: Sizes) -> None:
-    streams = plans.streams(sizes, draw)
+    streams = make(sizes, draw)
     assert len(streams.company) <= sizes.seq_buckets[-1]
     found = [plans.alone(streams), *plans.conditions(sizes, streams)]
     for plan in found:
@@ -44,7 +44,7 @@ def test_requests_follow_their_streams_and_fit_the_engine(sizes: Sizes) -> None:
 
 @pytest.mark.parametrize("sizes", [TINY, LARGE])
 def test_prompts_stand_at_every_edge(sizes: Sizes) -> None:
-    streams = plans.streams(sizes, draw)
+    streams = make(sizes, draw)
     assert streams.prompts[0] > max(sizes.windows)
     padding = [plan for plan in plans.conditions(sizes, streams) if plan.relation == plans.PADDING]
     alone = {request.prompt for request in padding[0].schedule.requests}
@@ -57,7 +57,7 @@ def test_prompts_stand_at_every_edge(sizes: Sizes) -> None:
 
 
 def test_a_large_vocabulary_is_compared_where_streams_turn_to_decode_and_around_edges() -> None:
-    streams = plans.streams(LARGE, draw)
+    streams = make(LARGE, draw)
     everything = bench.positions(streams, LARGE, 320)
     assert everything == list(range(max(len(tokens) for tokens in streams.tokens) - 1))
     some = bench.positions(streams, LARGE, 262_144)
@@ -91,7 +91,7 @@ def test_chunks_start_at_every_offset_of_a_page_and_around_every_edge() -> None:
 
 
 def test_the_sibling_shares_whole_pages_and_then_differs_and_only_prefix_hits_have_it() -> None:
-    streams = plans.streams(TINY, draw)
+    streams = make(TINY, draw)
     shared = [a == b for a, b in zip(streams.tokens[0], streams.tokens[streams.sibling], strict=False)]
     assert all(shared[: 2 * TINY.block + 1]) and not any(shared[2 * TINY.block + 1 :])
     found = plans.conditions(TINY, streams)
@@ -105,3 +105,22 @@ def test_thinning_keeps_the_ends(values: list[int], most: int) -> None:
     kept = plans.thinned(values, most)
     assert len(kept) <= most or len(kept) == len(values) <= most
     assert (kept[0], kept[-1]) == (values[0], values[-1]) and kept == sorted(kept)
+
+
+def test_a_large_model_is_asked_for_fewer_drafts_and_for_every_kind() -> None:
+    streams = make(LARGE, draw)
+    every, some = plans.speculations(streams), plans.speculations(streams, thorough=False)
+    assert {plan.name for plan in some} < {plan.name for plan in every} and len(some) <= 7
+    assert any(plan.free for plan in some) and any(plan.schedule.preempt for plan in some)
+    assert any(plan.inherits for plan in some)
+    drafted = [plan for plan in some if any(request.drafts for request in plan.schedule.requests)]
+    fallen = {
+        (after, n)
+        for plan in drafted
+        for request in plan.schedule.requests
+        for after, drafts in enumerate(request.drafts)
+        for n, (draft, due) in enumerate(zip(drafts, request.continuation[after:], strict=False))
+        if draft != due
+    }
+    # Each of the three falls somewhere as the first that does.
+    assert {n for _, n in fallen} == {0, 1, 2}

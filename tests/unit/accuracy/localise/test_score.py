@@ -80,6 +80,37 @@ def test_a_scale_that_rounding_hides() -> None:
     assert found.status is Status.FAIL
 
 
+def test_rounding_once_more_is_seen_where_all_controls_round_alike() -> None:
+    """Whoever rounds as often, at other places, is as near to the truth; who rounds once more is not."""
+    one = score.measure(EXPECTED + law(1), EXPECTED)
+
+    def alike(actual: Tensor, others: list[score.SiteErrors]) -> score.Score:
+        dtype = torch.bfloat16
+        return score.score(score.measure(actual, EXPECTED), others, PHASES, dtype, score.floors(dtype))
+
+    other_places, once_more = EXPECTED + law(9), EXPECTED + law(9) + 0.9 * law(10)
+    assert alike(other_places, [one, one]).status is Status.PASS
+    found = alike(once_more, [one, one])
+    assert found.status is Status.FAIL and found.statistic.startswith("rms")
+    assert 1.25 < found.statistics["rms"] < score.BOUNDS["rms"] and found.bounds["rms"] < 1.25
+    # With controls that differ, what one draw may add is not known that well.
+    assert scored(once_more).status is Status.PASS
+    few = score.score(score.measure(once_more[:2], EXPECTED[:2]), [one.taken(torch.arange(ROWS) < 2)] * 2, PHASES[:2],
+                      torch.bfloat16, score.floors(torch.bfloat16))  # fmt: skip
+    assert few.bounds["rms"] > found.bounds["rms"]
+
+
+def test_of_a_look_up_every_bit_counts() -> None:
+    exact = [score.measure(EXPECTED, EXPECTED)]
+    floor = score.floors(torch.bfloat16)
+    for unlike, status in ((0.0, Status.PASS), (2 * score.UNLIKE, Status.FAIL)):
+        found = score.score(
+            score.measure(EXPECTED, EXPECTED), exact, PHASES, torch.bfloat16, floor, rounds_once=True, unlike=unlike
+        )
+        assert found.status is status
+    assert found.statistic == "unlike" and found.to_json()["bounds"]["unlike"] == 1
+
+
 def test_below_the_floor_nothing_is_wrong_where_the_controls_are_exact() -> None:
     exact = [score.measure(EXPECTED, EXPECTED)]
     floor = score.floors(torch.float32)
@@ -104,7 +135,7 @@ def test_what_is_not_finite_is_a_fault_of_the_target_and_no_measurement_of_the_r
 def finding(key: str, value: float, arm: str = "float32") -> Finding:
     one = score.Score(
         value=value, statistic="rms", status=Status.FAIL, ratio=value, relative=0.1, statistics={"rms": value},
-        worst=0, by_row=torch.zeros(1),
+        bounds={"rms": 1.0}, worst=0, by_row=torch.zeros(1),
     )  # fmt: skip
     return Finding(
         key=key, arm=arm, score=one, worst={"request": 0, "position": 1, "phase": "decode"}, first=1, wrong={}

@@ -7,8 +7,9 @@ from typing import Any
 from transformers import DeepseekV3Config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pilotage.models.common.hf import DecoderForCausalLM, DecoderPreTrainedModel
+from pilotage.models.common.hf import DecoderPreTrainedModel
 from pilotage.models.common.hf_checkpointing_mixin import HFCheckpointingMixin
+from pilotage.models.common.hf_heads import DecoderForCausalLM
 from pilotage.models.deepseek_v3 import model
 
 

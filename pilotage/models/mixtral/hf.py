@@ -5,8 +5,9 @@ from __future__ import annotations
 from transformers import MixtralConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pilotage.models.common.hf import DecoderPreTrainedModel, SparseForCausalLM
+from pilotage.models.common.hf import DecoderPreTrainedModel
 from pilotage.models.common.hf_checkpointing_mixin import HFCheckpointingMixin
+from pilotage.models.common.hf_heads import SparseForCausalLM
 from pilotage.models.mixtral import model
 
 

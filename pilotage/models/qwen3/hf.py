@@ -5,8 +5,9 @@ from __future__ import annotations
 from transformers import Qwen3Config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pilotage.models.common.hf import DecoderForCausalLM, DecoderForSequenceClassification, DecoderPreTrainedModel
+from pilotage.models.common.hf import DecoderPreTrainedModel
 from pilotage.models.common.hf_checkpointing_mixin import HFCheckpointingMixin
+from pilotage.models.common.hf_heads import DecoderForCausalLM, DecoderForSequenceClassification
 from pilotage.models.qwen3 import model
 
 

@@ -13,18 +13,17 @@ import typer
 
 from pilotage.core.errors import PilotageError
 
-app = typer.Typer(
-    name="pilotage",
-    help="Take a Hugging Face causal language model to a verified vLLM deployment on a new target.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
 
-
-def _register_verbs() -> None:
-    """Each module of this package that defines `verb(app)` adds itself, in the order of its `ORDER`."""
+def application() -> typer.Typer:
+    """The command line: each module of this package has a `verb(app)` that adds itself, in the order of its `ORDER`."""
+    app = typer.Typer(
+        name="pilotage",
+        help="Take a Hugging Face causal language model to a verified vLLM deployment on a new target.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
     modules = [
         importlib.import_module(f"{__name__}.{found.name}")
         for found in pkgutil.iter_modules(__path__)
@@ -32,13 +31,13 @@ def _register_verbs() -> None:
     ]
     for module in sorted(modules, key=lambda module: module.ORDER):
         module.verb(app)
+    return app
 
 
 def main() -> None:
     """Run the command line; a user's mistake is one line on standard error and exit code 2."""
-    _register_verbs()
     try:
-        app()
+        application()()
     except PilotageError as error:
         print(f"pilotage: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

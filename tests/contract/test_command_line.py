@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,17 +30,16 @@ VERBS = [
 ]
 
 
-def run(*args: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([PILOTAGE, *args], capture_output=True, text=True, timeout=timeout, check=False)
+def seconds_of(*command: str | Path) -> float:
+    """Seconds of the processor that a command took; the clock of a busy machine says nothing."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, capture_output=True, timeout=60, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_help_answers_in_half_a_second() -> None:
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        assert run("--help").returncode == 0
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.5, times
+    assert min(seconds_of(PILOTAGE, "--help") for _ in range(3)) < 0.5
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -78,9 +78,17 @@ def test_help_imports_neither_torch_nor_vllm(verb: str) -> None:
     ],
     ids=lambda arguments: " ".join(arguments[:2]),
 )
-def test_a_mistake_is_a_sentence_and_exit_code_2(arguments: list[str], tmp_path: Path) -> None:
-    done = run(*[argument.format(tmp=tmp_path) for argument in arguments], timeout=120)
-    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
-    assert "Traceback" not in done.stdout + done.stderr
-    assert done.stderr.strip(), "says what is wrong"
+def test_a_mistake_is_a_sentence_and_exit_code_2(
+    run: Callable[..., tuple[int, str, str]], arguments: list[str], tmp_path: Path
+) -> None:
+    code, printed, said = run(*[argument.format(tmp=tmp_path) for argument in arguments])
+    assert code == 2, (code, printed, said)
+    assert "Traceback" not in printed + said
+    assert said.strip(), "says what is wrong"
     assert not (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_mistake_in_a_process_of_its_own() -> None:
+    done = subprocess.run([PILOTAGE, "weights", "/no/such/model"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("pilotage: /no/such/model: ") and len(done.stderr.splitlines()) == 1

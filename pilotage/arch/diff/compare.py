@@ -75,7 +75,8 @@ def diff(a: str, b: str) -> ArchDiff:
         Unsupported: an architecture unknown to transformers.
         ConfigError: a value that its config class refuses.
     """
-    return compare(side(a, raw_config(a)), side(b, raw_config(b)))
+    raw_a, raw_b = raw_config(a), raw_config(b)  # A mistake in either name is said before anything slow is done.
+    return compare(side(a, raw_a), side(b, raw_b))
 
 
 def raw_config(model: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pilotage.functional.attention import (
     quantise_kv,
     segmented_attention,
     write_kv,
+    write_rows,
 )
 from pilotage.functional.domain import Domain, Emulator, Limit
 from pilotage.functional.latent import latent_queries, latent_values
@@ -95,4 +96,5 @@ __all__ = [
     "segmented_attention",
     "softcap",
     "write_kv",
+    "write_rows",
 ]

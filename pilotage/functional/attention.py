@@ -32,17 +32,36 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *, slot_map
 
     Numerics: exact copies, cast to the cache's dtype.
     """
-    block_size = k_cache.shape[2]
+    _write(((k_cache, k), (v_cache, v)), slot_mapping)
+
+
+@operator
+def write_rows(cache: Tensor, rows: Tensor, *, slot_mapping: Tensor) -> None:
+    """Write new rows, each a key and a value at once, into their slots, in place.
+
+    Args:
+        cache: [P, K, C, H]; changed.
+        rows: [T, K, H].
+        slot_mapping: [T] int64, page * C + offset; -1 is padding and is never written.
+
+    Numerics: exact copies, cast to the cache's dtype.
+    """
+    _write(((cache, rows),), slot_mapping)
+
+
+def _write(pairs: tuple[tuple[Tensor, Tensor], ...], slot_mapping: Tensor) -> None:
+    """Write new rows [T, K, H] into the slots of caches of one shape."""
+    block_size, num_heads = pairs[0][0].shape[2], pairs[0][1].shape[1]
     written = slot_mapping >= 0
     # Shapes are static, so padding has to write something: it repeats the first real write, or, where there is none,
     # puts back what slot 0 holds.
     first = torch.argmax(written.to(torch.int32))
     source = torch.where(written, torch.arange(slot_mapping.shape[0], device=slot_mapping.device), first)
     slots = slot_mapping[source].clamp(min=0)
-    heads = torch.arange(k.shape[1], device=k.device)[None, :]
+    heads = torch.arange(num_heads, device=slots.device)[None, :]
     page, offset = (slots // block_size)[:, None], (slots % block_size)[:, None]
     any_written = written.any()
-    for cache, new in ((k_cache, k), (v_cache, v)):
+    for cache, new in pairs:
         rows = torch.where(any_written, new[source].to(cache.dtype), cache[page, heads, offset])
         cache.index_put_((page, heads, offset), rows)
 

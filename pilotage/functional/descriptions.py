@@ -41,6 +41,7 @@ describe(
     "write_kv",
     {**_CACHE, "k": "T K H", "v": "T K H", "slot_mapping": "T"},
 )
+describe("write_rows", {"cache": "P K C H", "rows": "T K H", "slot_mapping": "T"})
 describe("quantise_kv", {"x": "T K H", "scale": ""})
 describe("flash_attention", {"q": "T N H", "k": "T K H", "v": "T K H", **_TOKENS, "sinks": "N"}, **_ATTENTION)
 describe("segmented_attention", _PAGED, **_ATTENTION, kv_segment_size=(0, 16))

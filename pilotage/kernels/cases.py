@@ -62,7 +62,7 @@ _FIXED = {  # tensors whose dtype is not the model's
     "sinks": torch.float32,
     "scale": torch.float32,
 }
-MUTATED = {"write_kv": ("k_cache", "v_cache")}
+MUTATED = {"write_kv": ("k_cache", "v_cache"), "write_rows": ("cache",)}
 PADDING = 2  # tokens of an attention batch that belong to no request
 
 
@@ -333,6 +333,7 @@ _BUILDERS: dict[str, Builder] = {
     "attention_decode": _paged,
     "rotary": _rotary,
     "write_kv": _slots,
+    "write_rows": _slots,
     "embedding": _token_ids,
     "experts": _affinities,
     "sample_tokens": _sampling,

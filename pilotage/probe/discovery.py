@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pilotage import parallel
 from pilotage.core import sites
 from pilotage.core.tap import TapPlan, active, asking, tap
-from pilotage.functional.registry import unrecorded
+from pilotage.functional.receipts import unrecorded
 
 # Not places of their own: the whole model and its backbone, whose values are those of parts of theirs.
 _WHOLE = ("", "model")
@@ -240,10 +240,7 @@ def _arguments(model: Any, decode: bool) -> dict[str, Any]:
 def _bound(model: Any) -> Iterator[None]:
     """Give the model pages without content, and whatever it had before back at the end."""
     before = {module: module.__dict__["kv_cache"] for module in model.modules() if "kv_cache" in module.__dict__}
-    pages = {
-        layer.name: [torch.empty(2, layer.num_kv_heads, _BLOCK, layer.head_size, dtype=layer.dtype) for _ in range(2)]
-        for layer in model.get_kv_spec().layers
-    }
+    pages = {layer.name: layer.pages(2, _BLOCK) for layer in model.get_kv_spec().layers}
     model.bind_kv_cache(pages)
     try:
         yield

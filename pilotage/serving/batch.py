@@ -133,10 +133,10 @@ class StepInputs:
             decode graph with several tokens a request, where the drafts among them are verified.
         sampled: how many of `sampling_positions` are real.
         attn_metadata: the documented dictionary by layer name; its tensors are shared by the layers of a group.
-        sampling_params: [R, 3] fp32, top_k, top_p and temperature, zero where the graph samples for nobody; None where
-            it does not sample at all.
-        sampling_noise: [R] fp64, with `sampling_params`.
-        sampled_tokens: [R] int64, what the last run sampled; None where the graph does not sample.
+        sampling_params: [*, 3] fp32, top_k, top_p and temperature for each of `sampling_positions`, zero where the
+            graph samples for nobody; None where it does not sample at all.
+        sampling_noise: [*] fp64, with `sampling_params`.
+        sampled_tokens: [*] int64, what the last run sampled; None where the graph does not sample.
         inputs_embeds: [T, D], rows that take the place of embedded tokens; None where no request may bring its own.
         is_token_ids: [T] bool, False for those rows; with `inputs_embeds`.
         hidden_states: [T, D], for a draft head that continues a model's; None for every other model.
@@ -217,8 +217,8 @@ class StepInputs:
 
     def add_sampling(self) -> None:
         """Have the graph sample."""
-        self.sampling_params = torch.zeros(self.num_rows, 3)
-        self.sampling_noise = torch.zeros(self.num_rows, dtype=torch.float64)
+        self.sampling_params = torch.zeros(self.num_sampled, 3)
+        self.sampling_noise = torch.zeros(self.num_sampled, dtype=torch.float64)
 
     def add_embeds(self, width: int, dtype: torch.dtype) -> None:
         """Let requests bring rows [*, width] in the place of tokens."""
@@ -285,6 +285,21 @@ class StepInputs:
             self.sampling_params.zero_()
         if self.is_token_ids is not None:
             self.is_token_ids.fill_(True)
+
+    def sampled_rows(self, forward: Forward, counts: Sequence[int]) -> list[range | None]:
+        """Say which rows of logits are those of each request's last tokens.
+
+        Args:
+            forward: what is computed.
+            counts: of each of its requests, how many of its last tokens need logits.
+
+        Returns:
+            For each request the rows of `sampling_positions`; None where the graph has logits of its last token only.
+        """
+        if not self.verifies:
+            return [range(row, row + 1) if count == 1 else None for row, count in enumerate(counts)]
+        ends = np.cumsum(forward.num_tokens).tolist()
+        return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
     def fill_embeds(
         self,

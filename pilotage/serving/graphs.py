@@ -61,6 +61,7 @@ class Graphs:
         seq_buckets: Sequence[int],
         prefill_seqs: int,
         tokens_per_req: int = 1,
+        samples: bool = True,
     ) -> None:
         """Prepare the inputs; nothing is compiled yet.
 
@@ -70,6 +71,7 @@ class Graphs:
             seq_buckets: decode graphs, in requests.
             prefill_seqs: requests that share a prefill graph.
             tokens_per_req: most tokens of a request in a decode graph: its last one and the drafts.
+            samples: whether the graphs sample where the configuration says so.
         """
         self.vllm_config, self.model, self.caches = vllm_config, model, caches
         self.eager = vllm_config.model_config.enforce_eager
@@ -96,7 +98,7 @@ class Graphs:
                     key=key,
                 )
         for inputs in self.inputs.values():
-            if target.on_device_sampling_config is not None:
+            if samples and target.on_device_sampling_config is not None:
                 inputs.add_sampling()
             if model_config.enable_prompt_embeds:
                 inputs.add_embeds(model_config.get_hidden_size(), model_config.dtype)
@@ -106,7 +108,7 @@ class Graphs:
                 inputs.on(self.device)
         self._aux_layers: tuple[int, ...] = getattr(model, "aux_hidden_state_layers", ())
         self.token_buckets, self.seq_buckets = tuple(token_buckets), tuple(seq_buckets)
-        self.tokens_per_req = tokens_per_req
+        self.tokens_per_req, self.samples = tokens_per_req, samples
         self.compiled: dict[tuple[str, Key], Callable[..., tuple[Tensor, Tensor]]] = {}
         self.taps: Taps | None = None
         self.exact = target.exact_taps
@@ -222,6 +224,7 @@ class Graphs:
             **({"taps": self.taps.signature()} if self.taps is not None else {}),
             "groups": [dataclasses.asdict(group) for group in self.groups],
             **({"tokens_per_req": self.tokens_per_req} if self.tokens_per_req > 1 else {}),
+            **({} if self.samples else {"samples": False}),
             **({"aux_hidden_state_layers": self._aux_layers} if self._aux_layers else {}),
             "prefill_rows": [self.prefill_seqs],
             **({"prompt_embeds": True} if self.vllm_config.model_config.enable_prompt_embeds else {}),

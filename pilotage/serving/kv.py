@@ -1,7 +1,7 @@
 """The paged KV cache: what the model asks for, in vLLM's terms, and the pages it is given.
 
-A layer's page holds its keys, then its values, each [num_kv_heads, block_size, head_size] (HND). Layers of different
-groups may share bytes: vLLM hands every page to one group at a time.
+A layer's page holds its keys, then its values, each [num_kv_heads, block_size, head_size] (HND), or, where one row is
+both, those rows once. Layers of different groups may share bytes: vLLM hands every page to one group at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PREFIX_CACHE_SHARE = 0.25
 
 
 def cache_specs(layers: Iterable[Any], block_size: int) -> dict[str, AttentionSpec]:
-    """Translate the model's layer specs (name, num_kv_heads, head_size, dtype, sliding_window) for vLLM."""
+    """Translate the model's layer specs (`models.common.kv.LayerSpec`) for vLLM."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
     specs: dict[str, AttentionSpec] = {}
@@ -38,6 +38,7 @@ def cache_specs(layers: Iterable[Any], block_size: int) -> dict[str, AttentionSp
             "num_kv_heads": layer.num_kv_heads,
             "head_size": layer.head_size,
             "dtype": layer.dtype,
+            "head_size_v": 0 if layer.one_row else layer.head_size,
         }
         if layer.sliding_window is None:
             specs[layer.name] = FullAttentionSpec(**shape)
@@ -75,20 +76,24 @@ def allocate(
             plan may share bytes then.
 
     Returns:
-        Layer name -> [keys, values], each [num_blocks, num_kv_heads, slots, head_size], zeroed. The operating
-        system commits the memory page by page as it is first written.
+        Layer name -> [keys, values], each [num_blocks, num_kv_heads, slots, head_size], zeroed; the same tensor twice
+        where a row is both. The operating system commits the memory page by page as it is first written.
     """
     # Where layers differ in bytes a token, vLLM gives those with fewer longer pages, so that all pages are equal.
     slots_of = {name: group.kv_cache_spec.block_size for group in config.kv_cache_groups for name in group.layer_names}
     if apart:
         if len(config.kv_cache_groups) > 1:
             raise AssertionError("layers of several groups share bytes")
-        shapes = {
-            name: (config.num_blocks, spec.num_kv_heads, slots_of[name], spec.head_size) for name, spec in specs.items()
-        }
         return {
-            name: [torch.zeros(shape, dtype=specs[name].dtype, device=device) for _ in "kv"]
-            for name, shape in shapes.items()
+            name: _pair(
+                torch.zeros(
+                    (config.num_blocks, spec.num_kv_heads, slots_of[name], spec.head_size),
+                    dtype=spec.dtype,
+                    device=device,
+                )
+                for _ in range(_tensors(spec))
+            )
+            for name, spec in specs.items()
         }
     (num_bytes,) = {tensor.size for tensor in config.kv_cache_tensors}
     buffer = _bytes(num_bytes) if device is None or device.type == "cpu" else _device_bytes(num_bytes, device)
@@ -103,21 +108,34 @@ def allocate(
                 raise AssertionError(f"{name}: pages at byte {start}, stride {stride} are not aligned to {spec.dtype}")
             shape = (config.num_blocks, heads, slots, size)
             strides = (stride // item, slots * size, size, 1)
-            half = heads * slots * size * item
+            length = heads * slots * size * item
             # Each view gets a storage object of its own over these bytes. As views of one storage they would be
             # aliases to the compiler, which then copies whole caches around every write; they never share an element
             # that two layers use at a time.
-            caches[name] = [
-                buffer(first).view(spec.dtype).as_strided(shape, strides) for first in (start, start + half)
-            ]
+            firsts = range(start, start + length * _tensors(spec), length)
+            caches[name] = _pair(buffer(first).view(spec.dtype).as_strided(shape, strides) for first in firsts)
     return caches
+
+
+def _tensors(spec: AttentionSpec) -> int:
+    """Return how many tensors a layer has: keys and values, or rows that are both."""
+    return 2 if spec.head_size_v else 1
+
+
+def _pair(pages: Iterable[Tensor]) -> list[Tensor]:
+    found = list(pages)
+    return found * (2 // len(found))
 
 
 def summary(config: KVCacheConfig, caches: Mapping[str, Sequence[Tensor]]) -> dict[str, Any]:
     """Return how keys and values are stored, and what a page takes of all layers that share a block table, in bytes."""
     dtypes = {str(keys.dtype).removeprefix("torch.") for keys, _ in caches.values()}
     groups = [
-        sum(2 * caches[name][0][0].numel() * caches[name][0].element_size() for name in group.layer_names)
+        sum(
+            pages[0].numel() * pages.element_size()
+            for name in group.layer_names
+            for pages in {id(pages): pages for pages in caches[name]}.values()
+        )
         for group in config.kv_cache_groups
     ]
     return {"dtype": ", ".join(sorted(dtypes)), "page_bytes": max(groups), "groups": len(groups)}

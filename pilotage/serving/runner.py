@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput, SamplerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.sample.logits_processor import LogitsProcessors, build_logitsprocs
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.structured_output.utils import apply_grammar_bitmask
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-import pilotage.functional as NF
 from pilotage.core.config import TargetConfig
 from pilotage.core.errors import Unsupported
 from pilotage.functional import count_fallbacks
@@ -34,7 +33,8 @@ from pilotage.serving.platform import FORCE_KEY
 from pilotage.serving.probing import Probing
 from pilotage.serving.record import Recorder
 from pilotage.serving.requests import Requests
-from pilotage.serving.sampling import ForcedTokens, PromptScores, only_argmax
+from pilotage.serving.sampling import ForcedTokens, PromptScores
+from pilotage.serving.step_sampler import StepSampler
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +89,6 @@ class ModelRunner:
             "max_num_seqs",
         )
         self.tokens_per_req = speculation.tokens_per_req(vllm_config)
-        self.rejection_sampler = RejectionSampler(self.sampler, vllm_config.speculative_config)
         self.prefill_seqs = min(self.config.max_prefill_seqs, scheduler.max_num_seqs)
         self.proposer = speculation.proposer(
             vllm_config,
@@ -117,6 +116,8 @@ class ModelRunner:
         self.graphs.taps = self.probing.taps
         self.probing.speculates = self.tokens_per_req > 1
         self.device_sampling = self._device_sampling()
+        verifier = RejectionSampler(self.sampler, vllm_config.speculative_config)
+        self.step_sampler = StepSampler(self.requests.batch, self.sampler, verifier, self.device_sampling)
         self.recorder: Recorder | None = None
         self._pending: tuple[SchedulerOutput, list[batch.Scheduled], Tensor, dict[str, Tensor]] | None = None
         self._drafts: DraftTokenIds | None = None
@@ -172,13 +173,12 @@ class ModelRunner:
                     is_token_ids=rows.is_token_ids,
                     num_computed=rows.num_computed_tokens_cpu,
                 )
+            wanted = [counts[row] for row in forward.rows]
             if device is not None:
-                device.fill(inputs, forward, rows, self.requests.states, unfinished)
+                device.fill(inputs, forward, rows, self.requests.states, unfinished, wanted)
             ids = [rows.req_ids[row] for row in forward.rows]
             self.probing.before(inputs, forward, ids, self.requests.states)
             all_logits, states = self.graphs.run(inputs)
-            if device is not None:
-                device.keep(inputs, forward, rows, unfinished)
             self.probing.after(inputs, forward, ids, self.requests.states)
             if self.proposer is not None and inputs.aux_hidden_states is not None:
                 before = rows.num_computed_tokens_cpu[list(forward.rows)].tolist()
@@ -192,6 +192,8 @@ class ModelRunner:
                 for req_id, end, count in zip(ids, ends, forward.num_tokens, strict=True):
                     hidden[req_id] = states[end - count : end]
             found, places = self._sampled(inputs, forward, all_logits, states, counts)
+            if device is not None:
+                device.keep(inputs, forward, rows, unfinished, wanted, found)
             if len(forwards) == 1 and forward.rows == tuple(range(rows.num_reqs)):
                 logits = found
             else:
@@ -221,10 +223,11 @@ class ModelRunner:
         places = [int(starts[row]) + n for row in forward.rows for n in range(counts[row])]
         if max(wanted) == 1 and not inputs.verifies:
             return logits[: len(wanted)], places
+        if inputs.verifies:
+            tokens = [n for found in inputs.sampled_rows(forward, wanted) for n in found or ()]
+            return (logits[: len(tokens)] if len(tokens) == inputs.sampled else logits[tokens]), places
         ends = np.cumsum(forward.num_tokens)
         tokens = [int(end) - count + n for end, count in zip(ends, wanted, strict=True) for n in range(count)]
-        if inputs.verifies:
-            return (logits[: len(tokens)] if len(tokens) == inputs.sampled else logits[tokens]), places
         # A request that enters the batch with drafts runs as prefill, whose graph has logits for last tokens only.
         return self.graphs.compute_logits(states[tokens]), places
 
@@ -243,12 +246,14 @@ class ModelRunner:
         # prompt was cut into chunks.
         kept = {row: rows.generators[row].get_state() for row in unfinished if row in rows.generators}
         drafts = rows.spec_token_ids[: rows.num_reqs]
-        output = self._verify(logits.float(), drafts) if any(drafts) else self._sample(logits, len(unfinished))
+        verifies = any(drafts)
+        choice = self.proposer.choice if self.proposer is not None else None
+        output = self.step_sampler(logits, drafts, len(unfinished), choice)
         for row, state in kept.items():
             rows.generators[row].set_state(state)
         tokens = self._agreed(output.sampled_token_ids)
         scored = output.logprobs_tensors
-        if any(drafts):
+        if verifies:
             sampled, logprobs = RejectionSampler.parse_output(tokens, self.vocab_size, unfinished, scored)
         else:
             sampled, logprobs = tokens.tolist(), scored.tolists() if scored is not None else None
@@ -267,47 +272,6 @@ class ModelRunner:
             logprobs=logprobs,
             prompt_logprobs_dict=dict(scores),
         )
-
-    def _sample(self, logits: Tensor, num_unfinished: int) -> SamplerOutput:
-        """Sample a token of each row, those that the graph has sampled excepted."""
-        rows = self.requests.batch
-        tokens = self.device_sampling.tokens if self.device_sampling is not None else {}
-        if not tokens and only_argmax(rows.sampling_metadata):
-            found = NF.greedy_tokens(logits)
-            return SamplerOutput(sampled_token_ids=found[:, None].to(torch.int32), logprobs_tensors=None)
-        logits = logits.float()
-        if not tokens:
-            return self.sampler(logits=logits, sampling_metadata=rows.sampling_metadata)
-        if len(tokens) + num_unfinished == rows.num_reqs and rows.sampling_metadata.max_num_logprobs is None:
-            given = [[tokens.get(row, 0)] for row in range(rows.num_reqs)]
-            return SamplerOutput(sampled_token_ids=torch.tensor(given, dtype=torch.int32), logprobs_tensors=None)
-        # The sampler scores all tokens and draws the others; it must not use up the random numbers of the graph's rows.
-        kept = {row: rows.generators[row].get_state() for row in tokens if row in rows.generators}
-        self._forced().sampled = tokens
-        try:
-            return self.sampler(logits=logits, sampling_metadata=rows.sampling_metadata)
-        finally:
-            self._forced().sampled = {}
-            for row, state in kept.items():
-                rows.generators[row].set_state(state)
-
-    def _forced(self) -> ForcedTokens:
-        processors = self.requests.batch.logitsprocs.non_argmax_invariant
-        return next(processor for processor in processors if isinstance(processor, ForcedTokens))
-
-    def _verify(self, logits: Tensor, drafts: Sequence[Sequence[int]]) -> SamplerOutput:
-        """Sample where some requests have drafts; -1 in the tokens stands after the last one of a request."""
-        rows = self.requests.batch
-        forced = self._forced()
-        forced.force_drafts(logits, [1 + len(ids) for ids in drafts])
-        forced.done_with_drafts = True
-        try:
-            choice = self.proposer.choice if self.proposer is not None else None
-            ids = rows.req_ids[: rows.num_reqs]
-            chances = choice.probabilities(ids, drafts, logits.shape[1]) if choice is not None else None
-            return self.rejection_sampler(speculation.metadata(drafts), chances, logits, rows.sampling_metadata)
-        finally:
-            forced.done_with_drafts = False
 
     def _propose(self, sampled: Sequence[Sequence[int]]) -> None:
         """Guess what follows this step's tokens, for `take_draft_token_ids`."""

@@ -17,7 +17,7 @@ from vllm.v1.sample.logits_processor.builtin import (
 from pilotage.serving.platform import FORCE_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
     from vllm.config import VllmConfig
@@ -59,18 +59,22 @@ class ForcedTokens(LogitsProcessor):
                 self._force(logits[row], [token], 0)
         return logits
 
-    def force_drafts(self, logits: Tensor, counts: Sequence[int]) -> None:
+    def force_drafts(self, logits: Tensor, counts: Sequence[int], sampled: Mapping[int, Sequence[int]]) -> None:
         """Force the tokens of requests with drafts, in place.
 
         Args:
             logits: request by request, a row for each draft and one for the token after them.
             counts: rows of each request.
+            sampled: row of the batch -> the tokens that the graph has sampled for it.
         """
         ends = np.cumsum(counts)
         for row, (forced, output) in self.forced.items():
             first = int(ends[row]) - counts[row]
             for offset in range(counts[row]):
                 self._force(logits[first + offset], forced, len(output) + offset)
+        for row, tokens in sampled.items():
+            for place, token in enumerate(tokens, int(ends[row]) - counts[row]):
+                self._force(logits[place], [token], 0)
 
     @staticmethod
     def _force(row: Tensor, forced: list[int], number: int) -> None:

@@ -30,6 +30,14 @@ WRAPPERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "llama3",
         {"vision_config": {"model_type": "clip_vision_model", **_VISION, **_IMAGES, "projection_dim": 32}},
     ),
+    "LlavaNextForConditionalGeneration": (
+        "llava_next",
+        "llama3",
+        {
+            "vision_config": {"model_type": "clip_vision_model", **_VISION, **_IMAGES, "projection_dim": 32},
+            "image_grid_pinpoints": [[32, 32], [64, 32]],
+        },
+    ),
     "Mistral3ForConditionalGeneration": (
         "mistral3",
         "mistral",

@@ -198,7 +198,14 @@ class CausalLM(nn.Module):
         dtype = self.kv_cache_dtype or self.model.embed_tokens.weight.dtype
         return KVSpec(
             layers=[
-                LayerSpec(layer.layer_name, layer.num_kv_heads, layer.head_size, dtype, layer.window)
+                LayerSpec(
+                    layer.layer_name,
+                    layer.num_kv_heads,
+                    layer.head_size,
+                    dtype,
+                    layer.window,
+                    one_row=getattr(layer, "one_row", False),
+                )
                 for layer in self.attention_layers()
             ]
         )

@@ -59,8 +59,8 @@ class PagedContext(dict[str, Any]):
 
         Args:
             layer: the attention module; has `layer_name`, and `kv_cache` once pages are bound. One with a `kv_source`
-                reads what that layer has cached in this step, and caches nothing. Pages of 8-bit floats come with
-                `k_scale` and `v_scale`.
+                reads what that layer has cached in this step, and caches nothing. One with `one_row` caches k, which
+                is v as well, once. Pages of 8-bit floats come with `k_scale` and `v_scale`.
             q: [T, N, H], rotated.
             k, v: [T, K, H], k rotated.
             scale, window, softcap, sinks: see `NF.flash_attention`.
@@ -72,13 +72,19 @@ class PagedContext(dict[str, Any]):
         name = source or layer.layer_name
         meta = self[name]
         k_cache, v_cache = layer.kv_cache
+        one_row = getattr(layer, "one_row", False)
+        if one_row:
+            v_cache = k_cache
         k_scale: Any = getattr(layer, "k_scale", None)
         v_scale: Any = getattr(layer, "v_scale", None)
         scaled = k_scale is not None and v_scale is not None  # a cache of 8-bit numbers
         if source is None:
             if scaled:
                 k, v = NF.quantise_kv(k, k_scale), NF.quantise_kv(v, v_scale)
-            NF.write_kv(k_cache, v_cache, k, v, slot_mapping=meta["slot_mapping"])
+            if one_row:
+                NF.write_rows(k_cache, k, slot_mapping=meta["slot_mapping"])
+            else:
+                NF.write_kv(k_cache, v_cache, k, v, slot_mapping=meta["slot_mapping"])
         rows = {
             "token_to_req": meta["token_to_req"],
             "positions": self["positions"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class LayerSpec:
         head_size: H.
         dtype: of keys and values.
         sliding_window: keys that a query sees, itself included; None for all.
+        one_row: keys and values are one and the same row, which is held once.
     """
 
     name: str
@@ -24,6 +26,15 @@ class LayerSpec:
     head_size: int
     dtype: torch.dtype
     sliding_window: int | None = None
+    one_row: bool = False
+
+    def pages(
+        self, count: int, block_size: int, *, fill: float = 0.0, device: torch.device | None = None
+    ) -> list[Tensor]:
+        """Make pages of keys and of values, each [count, K, block_size, H]; twice the same where a row is both."""
+        shape = (count, self.num_kv_heads, block_size, self.head_size)
+        keys = torch.full(shape, fill, dtype=self.dtype, device=device)
+        return [keys, keys if self.one_row else torch.full(shape, fill, dtype=self.dtype, device=device)]
 
 
 @dataclass(frozen=True)

@@ -111,13 +111,7 @@ class PagedSession:
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0)) + 1
         self.block_table = order.view(self.num_requests, per_request).to(torch.int32)
         fill = float("nan") if self.poison else 0.0
-        self.pages = {
-            layer.name: [
-                torch.full((num_pages, layer.num_kv_heads, self.block_size, layer.head_size), fill, dtype=layer.dtype)
-                for _ in range(2)
-            ]
-            for layer in spec.layers
-        }
+        self.pages = {layer.name: layer.pages(num_pages, self.block_size, fill=fill) for layer in spec.layers}
         self.model.bind_kv_cache(self.pages)
         self.history = [[] for _ in range(self.num_requests)]
 

@@ -46,9 +46,11 @@ class LatentAttention(nn.Module):
         num_kv_heads: 1, the cached row, on every rank.
         head_size: of the cached row, the latent and then the rotated channels that all heads share.
         window: None; every token sees all before it.
+        one_row: what is cached is key and value at once.
         kv_cache: pages of the rows, once bound.
     """
 
+    one_row = True
     kv_cache: tuple[Tensor, Tensor]
 
     def __init__(self, config: DeepseekV3Config, layer_idx: int, backend: BackendConfig) -> None:

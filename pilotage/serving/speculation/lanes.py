@@ -37,7 +37,7 @@ def cache_bytes(model: Any, vllm_config: VllmConfig) -> int:
     """Return what the lanes of a draft model take, on this rank."""
     lanes = vllm_config.scheduler_config.max_num_seqs * _pages(vllm_config)
     return sum(
-        2 * lanes * layer.num_kv_heads * BLOCK_SIZE * layer.head_size * layer.dtype.itemsize
+        (1 if layer.one_row else 2) * lanes * layer.num_kv_heads * BLOCK_SIZE * layer.head_size * layer.dtype.itemsize
         for layer in model.get_kv_spec().layers
     )
 
@@ -75,13 +75,7 @@ class Lanes:
         lanes, pages = vllm_config.scheduler_config.max_num_seqs, _pages(vllm_config)
         specs, device = model.get_kv_spec().layers, next(model.parameters()).device  # type: ignore[operator]
         caches: dict[str, list[Tensor]] = {
-            layer.name: [
-                torch.zeros(
-                    lanes * pages, layer.num_kv_heads, BLOCK_SIZE, layer.head_size, dtype=layer.dtype, device=device
-                )
-                for _ in range(2)
-            ]
-            for layer in specs
+            layer.name: layer.pages(lanes * pages, BLOCK_SIZE, device=device) for layer in specs
         }
         model.bind_kv_cache(caches)  # type: ignore[operator]
         group = SimpleNamespace(
@@ -96,6 +90,7 @@ class Lanes:
             token_buckets=token_buckets,
             seq_buckets=seq_buckets,
             prefill_seqs=prefill_seqs,
+            samples=False,
         )
         self.pages_of: npt.NDArray[np.int32] = np.arange(lanes * pages, dtype=np.int32).reshape(lanes, pages)
         self.width = pages * BLOCK_SIZE

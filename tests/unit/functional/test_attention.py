@@ -172,7 +172,9 @@ def test_a_write_changes_its_slots_and_no_other_bit(data: st.DataObject) -> None
     new = torch.randn(2, len(padded), KV_HEADS, SIZE)
     with NF.forced({"write_kv": "torch"}):
         NF.write_kv(k_cache, v_cache, new[0], new[1], slot_mapping=torch.tensor(padded))
-    for cache, old, rows in ((k_cache, before[0], new[0]), (v_cache, before[1], new[1])):
+    rows_cache = before[1].clone()
+    NF.write_rows(rows_cache, new[1], slot_mapping=torch.tensor(padded))
+    for cache, old, rows in ((k_cache, before[0], new[0]), *((c, before[1], new[1]) for c in (v_cache, rows_cache))):
         expected = old.clone()
         for row, slot in enumerate(padded):
             if slot >= 0:

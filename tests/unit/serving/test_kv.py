@@ -60,6 +60,20 @@ def test_pages_have_the_documented_shape_and_overlay_only_across_groups(dtype: t
     assert (caches["g1.l1"][0] == 2).all(), "groups share the bytes: a page has one owner at a time"
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_rows_that_are_keys_and_values_at_once_are_held_once(apart: bool) -> None:
+    specs = kv.cache_specs([LayerSpec(f"g0.l{n}", 1, 12, torch.float32, one_row=True) for n in range(2)], BLOCK)
+    page = specs["g0.l0"].page_size_bytes
+    assert page == 12 * BLOCK * 4
+    config = plan(2, 1, 5, page)
+    caches = kv.allocate(config, specs, apart=apart)
+    for number, (keys, values) in enumerate(caches.values(), start=1):
+        assert keys is values and keys.shape == (5, 1, BLOCK, 12) and not keys.any()
+        keys.fill_(number)
+    assert (caches["g0.l0"][0] == 1).all() and (caches["g0.l1"][0] == 2).all()
+    assert kv.summary(config, caches) == {"dtype": "float32", "page_bytes": 2 * page, "groups": 1}
+
+
 def test_layers_of_fewer_bytes_a_token_have_longer_pages() -> None:
     """Two heads of 4 beside one of 4: vLLM gives the second kind twice the slots, so that pages are of one size."""
     layers = [LayerSpec("g0.l0", 2, 4, torch.float32), LayerSpec("g1.l0", 1, 4, torch.float32, 8)]

@@ -52,6 +52,20 @@ def test_a_gradient_that_is_halved_lost_or_new_is_named() -> None:
     assert training.compare("float32", "case", step(), step(), step()).status is Status.PASS
 
 
+def test_one_row_is_not_judged_by_where_its_rounding_points() -> None:
+    """As `torch.compile` rounds the gradient of a norm: no further off than the baseline, but along the gradient."""
+    right, across = torch.tensor([3.0, 4.0, 0.0]), torch.tensor([4.0, -3.0, 0.0])
+
+    def vector(value: torch.Tensor) -> Step:
+        return Step(logits=step().logits, loss=2.5, gradients={"norm": value})
+
+    for factor, expected in ((1 + 2e-6, Status.PASS), (1 + 4e-5, Status.FAIL)):
+        result = training.compare(
+            "float32", "case", vector(right * factor), vector(right), vector(right + 4e-6 * across)
+        )
+        assert result.status is expected, result.parameters
+
+
 class LosesAPath(LlamaForCausalLM):
     """The first norm passes no gradient on: the embedding keeps the residual path only."""
 

@@ -152,9 +152,13 @@ def verb(app: typer.Typer) -> None:
     @kernels.command()
     def estimate(
         kernel: Annotated[
-            str, typer.Argument(metavar="KERNEL", help="FILE.py:NAME, MODULE:NAME, or one of ours, e.g. rms_norm.")
+            str,
+            typer.Argument(
+                metavar="KERNEL", help="An operator, e.g. rms_norm, for our kernel of it; FILE.py:NAME; or MODULE:NAME."
+            ),
         ],
         shape: Shape = None,
+        dims: Dims = None,
         dtype: Dtype = None,
         option: Option = None,
         grid: Annotated[int | None, typer.Option(help="Cores: 1 or 2.")] = None,
@@ -163,13 +167,14 @@ def verb(app: typer.Typer) -> None:
         """Estimate what an NKI kernel would cost on a NeuronCore, from one launch in the interpreter.
 
         An estimate, not a measurement: bytes, cycles and memory are counted, the time follows from the assumptions
-        that are printed with it.
+        that are printed with it. Of an operator, sizes that are not given have usual values; of a kernel, every tensor
+        has to be given, in order or by name.
         """
         _interpret()
         from pilotage.kernels import estimate as estimating
 
         found = estimating.estimate(
-            kernel, shapes=shape or (), dtypes=dtype or ("bf16",), options=option or (), grid=grid
+            kernel, shapes=shape or (), dims=dims or (), dtypes=dtype or ("bf16",), options=option or (), grid=grid
         )
         if json:
             print_json(found.to_dict())
@@ -254,8 +259,8 @@ def _interpret() -> None:
     """Switch the interpreters on, before anything imports what reads these variables."""
     import os
 
-    os.environ.setdefault("NKI_SIMULATOR", "1")
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    for name in ("NKI_SIMULATOR", "TRITON_INTERPRET"):
+        os.environ[name] = os.environ.get(name) or "1"
 
 
 def _registry(load: list[Path] | None) -> Any:
@@ -296,6 +301,8 @@ def _print(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
 
 def _show_hits(query: Any, hits: list[Any], target: str) -> None:
     _say(f"looking for: {query}")
+    from pilotage.core.targets import TARGETS
+
     steps = {1: "1. behind an operator: nothing to do", 2: "2. in a library: wrap it"}
     for step, title in steps.items():
         found = [hit for hit in hits if hit.step == step]
@@ -309,8 +316,10 @@ def _show_hits(query: Any, hits: list[Any], target: str) -> None:
                     _say(f"        {line}")
         if len(found) > SHOWN:
             _say(f"  {len(found) - SHOWN} more; --json has them all")
-    language = {"neuron": "NKI, @nki.jit", "cuda": "Triton, @triton.jit"}.get(target, "C++ or torch")
-    _say(f"\n3. else write one ({language}), wrap it the same way, and check it: docs/kernels.md")
+    decorator = {"NKI": ", @nki.jit", "Triton": ", @triton.jit"}
+    language = TARGETS[target].language
+    written = language + decorator.get(language, "")
+    _say(f"\n3. else write one ({written}), wrap it the same way, and check it: docs/kernels.md")
 
 
 def _show_checked(results: list[Checked], checks: tuple[str, ...]) -> None:

@@ -14,6 +14,7 @@ from pilotage.functional.attention import (
     write_kv,
     write_rows,
 )
+from pilotage.functional.call import Call, TensorSpec
 from pilotage.functional.domain import Domain, Emulator, Limit
 from pilotage.functional.latent import latent_queries, latent_values
 from pilotage.functional.moe import expert_affinities, experts, router, router_logits
@@ -32,20 +33,8 @@ from pilotage.functional.projections import (
     qkv_proj,
     softcap,
 )
-from pilotage.functional.registry import (
-    DEFINITION,
-    Call,
-    TensorSpec,
-    count_fallbacks,
-    describe,
-    explain,
-    forced,
-    kernels_disabled,
-    operator,
-    receipt,
-    register,
-    reset_receipt,
-)
+from pilotage.functional.receipts import count_fallbacks, receipt, reset_receipt
+from pilotage.functional.registry import DEFINITION, describe, explain, forced, kernels_disabled, operator, register
 from pilotage.functional.rotary import RopeFrequencies, rope_frequencies, rope_table, rotary
 from pilotage.functional.sampling import greedy_tokens, sample_tokens
 

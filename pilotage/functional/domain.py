@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from pilotage.core.errors import ConfigError
+from pilotage.core.targets import TARGETS, devices_of
 from pilotage.functional import layout
+from pilotage.kernels.sharding import Sharding
 
 if TYPE_CHECKING:
-    from pilotage.functional.registry import Call
+    from pilotage.functional.call import Call
 
 # The kinds of a refusal. The first two are fallbacks: an implementation that is made for this device is passed over.
 OUTSIDE = "outside"  # of what it is correct for
@@ -23,8 +26,6 @@ ELSEWHERE = "elsewhere"  # made for another device
 NO_GRADIENT = "no gradient"
 NOT_WORTH = "not worth it"  # correct, and something else is as fast
 FALLBACKS = (OUTSIDE, MISSING)
-
-TARGETS = {"cpu": ("cpu",), "cuda": ("cuda",), "neuron": ("neuron", "xla")}  # target: its device types in torch
 
 
 class Refusal(NamedTuple):
@@ -102,7 +103,8 @@ class Domain:
         worth: the same for what is correct outside as well, but not faster than what comes next.
         options: argument -> the values it takes.
         gradient: whether autograd goes through it.
-        sharding: its rule under DTensor, in words; None if it has none and the definition has to run there.
+        sharding: its rule for tensors that are divided over ranks (DTensor), as its kernel has it, or in words; None if
+            it has none: such tensors are refused.
         error: what it may err, in the error of the definition in the same dtype.
         hides_non_finite: a NaN or infinity in an argument may come out as a finite number.
         emulator: runs it on the CPU if `targets` lacks that.
@@ -117,12 +119,19 @@ class Domain:
     worth: Mapping[str, Limit] = field(default_factory=dict)
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     gradient: bool = False
-    sharding: str | None = None
+    sharding: Sharding | str | None = None
     error: float = 1.0
     hides_non_finite: bool = False
     emulator: Emulator | None = None
     other: Callable[[Call], str | None] | None = None
     machine: Callable[[], str | None] | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.targets if name not in TARGETS]
+        if unknown:
+            raise ConfigError(
+                f"no target named {unknown[0]!r}", where="Domain(targets=)", do=f"use {', '.join(TARGETS)}"
+            )
 
     def __call__(self, call: Call) -> str | None:
         """Return None for "mine", or the reason why not, in words."""
@@ -139,7 +148,7 @@ class Domain:
         """
         emulated = False
         for name, spec in call.tensors.items():
-            if not self.targets or any(spec.device in TARGETS.get(target, (target,)) for target in self.targets):
+            if not self.targets or spec.device in devices_of(self.targets):
                 continue
             emulated = spec.device == "cpu" and self.emulator is not None and self.emulator.active()
             if not emulated:
@@ -154,6 +163,10 @@ class Domain:
             for name, spec in call.tensors.items():
                 if spec.requires_grad:
                     return Refusal(NO_GRADIENT, f"{name} needs a gradient")
+        if self.sharding is None:
+            for name, spec in call.tensors.items():
+                if spec.divided:
+                    return Refusal(OUTSIDE, f"{name} is divided over ranks, and there is no sharding rule")
         if worth and (reason := self._limit(call, self.worth)) is not None:
             return Refusal(NOT_WORTH, reason)
         if here and self.machine is not None and (reason := self.machine()) is not None:

@@ -6,6 +6,9 @@ request on rounds the softmax's weights to bf16. Serving only: they have no grad
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,7 +17,7 @@ import pilotage.functional.projections
 import pilotage.functional.sampling  # noqa: F401  the operators exist before implementations of them register
 from pilotage.functional.domain import Domain, Limit
 from pilotage.functional.padding import ends_of
-from pilotage.functional.registry import kernels_disabled, register
+from pilotage.functional.registry import kernels_disabled, picking, register
 from pilotage.kernels import cpu
 
 _MAX_ROWS_PLAIN = 16  # of a linear layer's input where the processor has no bf16 products
@@ -55,51 +58,13 @@ def _mlp(
     return torch.ops.pilotage.native_mlp(x, gate_up_weight, down_weight, gate_up_bias, down_bias, number, ends)
 
 
-def _write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, *, slot_mapping: Tensor) -> None:
-    torch.ops.pilotage.native_write_kv(k_cache, v_cache, k, v, slot_mapping)
+def _compiled(name: str) -> Callable[..., Any]:
+    """Return a function that calls a compiled operator, which is there once the library is loaded."""
 
+    def call(*values: Any) -> Any:
+        return getattr(torch.ops.pilotage, name)(*values)
 
-def _greedy_tokens(logits: Tensor) -> Tensor:
-    return torch.ops.pilotage.native_argmax(logits)
-
-
-def _flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    token_to_req: Tensor,
-    positions: Tensor,
-    query_start_loc: Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    return torch.ops.pilotage.native_packed_attention(q, k, v, query_start_loc, scale, window, softcap, sinks)
-
-
-def _paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    positions: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    kv_segment_size: int = 0,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
-    return torch.ops.pilotage.native_paged_attention(
-        q, k_cache, v_cache, block_table, query_start_loc, seq_lens, scale, window, softcap, sinks
-    )
+    return call
 
 
 def _attention_domain(*keys: str) -> Domain:
@@ -138,8 +103,14 @@ for _operator, _function in (
 ):
     register(_operator, "native", _function, domain=_LINEAR_DOMAIN, priority=20, language="C++")
 register("mlp", "native", _mlp, domain=_MLP_DOMAIN, priority=20, language="C++")
-register("greedy_tokens", "native", _greedy_tokens, domain=_ARGMAX_DOMAIN, priority=20, language="C++")
-register("write_kv", "native", _write_kv, domain=_WRITE_DOMAIN, priority=20, language="C++")
-register("flash_attention", "native", _flash_attention, domain=_PACKED_DOMAIN, priority=20, language="C++")
-register("segmented_attention", "native", _paged_attention, domain=_PAGED_DOMAIN, priority=20, language="C++")
-register("attention_decode", "native", _paged_attention, domain=_PAGED_DOMAIN, priority=20, language="C++")
+_OPTIONS = ("scale", "window", "softcap", "sinks")
+_PAGED = ("q", "k_cache", "v_cache", "block_table", "query_start_loc", "seq_lens", *_OPTIONS)
+for _operator, _name, _domain, _arguments in (
+    ("greedy_tokens", "native_argmax", _ARGMAX_DOMAIN, ("logits",)),
+    ("write_kv", "native_write_kv", _WRITE_DOMAIN, ("k_cache", "v_cache", "k", "v", "slot_mapping")),
+    ("flash_attention", "native_packed_attention", _PACKED_DOMAIN, ("q", "k", "v", "query_start_loc", *_OPTIONS)),
+    ("segmented_attention", "native_paged_attention", _PAGED_DOMAIN, _PAGED),
+    ("attention_decode", "native_paged_attention", _PAGED_DOMAIN, _PAGED),
+):
+    _picked = picking(_operator, _compiled(_name), *_arguments)
+    register(_operator, "native", _picked, domain=_domain, priority=20, language="C++")

@@ -6,6 +6,8 @@ kernels see tensors only. Each wrapped kernel's fallback computes the same from 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,12 +18,14 @@ import pilotage.functional.norm
 import pilotage.functional.projections
 import pilotage.functional.rotary  # noqa: F401  the operators exist before implementations of them register
 from pilotage.functional.attention import _accumulate, _finish, real_tokens
+from pilotage.functional.call import Call
 from pilotage.functional.domain import Domain, Emulator, Limit
 from pilotage.functional.moe import expert_affinities
 from pilotage.functional.projections import ACTIVATIONS, activation_function
-from pilotage.functional.registry import Call, register
+from pilotage.functional.registry import picking, register
 from pilotage.functional.rotary import _rotate
 from pilotage.kernels.nki import library, simulating
+from pilotage.kernels.sharding import Sharding
 from pilotage.kernels.wrap import wrap_nki
 
 _PADDED_QUERY, _PADDED_KEY = -2, -1
@@ -107,10 +111,29 @@ def _fallback_router(logits: Tensor, top_k: int, rule: str, renormalize: bool) -
     return out
 
 
-_LINEAR = wrap_nki(library.linear, _fallback_linear, name="nki_linear")
-_NORM = wrap_nki(library.rms_norm, _fallback_rms_norm, name="nki_rms_norm")
-_ROTARY = wrap_nki(library.rotary, _fallback_rotary, name="nki_rotary")
-_MLP = wrap_nki(library.mlp, _fallback_mlp, name="nki_mlp")
+_BY_ROWS = Sharding(tensors={"x": "T D", "weight": "D"}, results=("T D",), split=("T",))
+_BY_PROJECTION = Sharding(
+    tensors={"x": "T D", "weight": "F D", "bias": "F"}, results=("T F",), split=("T", "F"), sums=("D",)
+)
+_BY_TOKENS = Sharding(
+    tensors={"q": "T N H", "k": "T K H", "cos": "T R", "sin": "T R"}, results=("T N H", "T K H"), split=("T",)
+)
+_MLP_BY_ROWS = Sharding(
+    tensors={
+        "x": "T D",
+        "gate_up_weight": "G D",
+        "down_weight": "D F",
+        "gate_up_bias": "G",
+        "down_bias": "D",
+    },
+    results=("T D",),
+    split=("T",),
+)
+
+_LINEAR = wrap_nki(library.linear, _fallback_linear, name="nki_linear", sharding=_BY_PROJECTION)
+_NORM = wrap_nki(library.rms_norm, _fallback_rms_norm, name="nki_rms_norm", sharding=_BY_ROWS)
+_ROTARY = wrap_nki(library.rotary, _fallback_rotary, name="nki_rotary", sharding=_BY_TOKENS)
+_MLP = wrap_nki(library.mlp, _fallback_mlp, name="nki_mlp", sharding=_MLP_BY_ROWS)
 _FLASH = wrap_nki(library.flash_attention, _fallback_flash, name="nki_flash_attention")
 _DECODE = wrap_nki(library.attention_decode, _fallback_decode, name="nki_attention_decode")
 _WRITE = wrap_nki(library.write_kv, _fallback_write, name="nki_write_kv", mutates_args=("k_cache", "v_cache"))
@@ -159,18 +182,15 @@ def _flash_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     token_to_req: Tensor,
     positions: Tensor,
     query_start_loc: Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
+    *options: Any,
 ) -> Tensor:
     real = real_tokens(q, query_start_loc)
     queries = torch.stack((torch.where(real, token_to_req, _PADDED_QUERY), positions), dim=1).float()
     keys = torch.stack((torch.where(real, token_to_req, _PADDED_KEY), positions)).float()
+    scale, window, softcap, sinks = options
     return _FLASH(q, k, v, queries, keys, None if sinks is None else sinks.float(), scale, window or 0, softcap or 0.0)
 
 
@@ -178,19 +198,13 @@ def _attention_decode(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    *,
-    block_table: Tensor,
     token_to_req: Tensor,
     positions: Tensor,
     query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
+    block_table: Tensor,
+    *options: Any,
 ) -> Tensor:
+    scale, window, softcap, sinks = options
     pages, heads, slots, _ = k_cache.shape
     owned = block_table[token_to_req].clamp(0, pages - 1)  # what belongs to nobody may be anything
     rows = (owned[:, :, None] * (heads * slots) + torch.arange(slots, device=q.device)).flatten(1).to(torch.int32)
@@ -202,21 +216,7 @@ def _attention_decode(
     return _DECODE(q, k_cache, v_cache, rows, bounds, floats, scale, softcap or 0.0)
 
 
-def _router_logits(hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _linear(hidden_states, weight, bias)
-
-
-def _expert_affinities(
-    logits: Tensor,
-    correction: Tensor | None = None,
-    *,
-    top_k: int,
-    rule: str,
-    renormalize: bool = False,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    scale: float = 1.0,
-) -> Tensor:
+def _expert_affinities(logits: Tensor, top_k: int, rule: str, renormalize: bool) -> Tensor:
     return _ROUTER(logits.reshape(-1, logits.shape[-1]), top_k, rule, renormalize).reshape(logits.shape)
 
 
@@ -234,18 +234,27 @@ def _one_shape_of_angles(call: Call) -> str | None:
     return f"{call['cos'].shape[-1]} channels turn, and they turn in pairs" if odd else None
 
 
+_BATCH = ("token_to_req", "positions", "query_start_loc")
+_OPTIONS = ("scale", "window", "softcap", "sinks")
 _ATTENTION = {
     "H": Limit(at_most=512, why="values of a tile fill one bank of PSUM"),
     "N//K": Limit(at_most=128, why="query heads that share a key head are the rows of one tile"),
 }
 register(
-    "rms_norm", "nki", _rms_norm, domain=_domain("x", "weight", limits={"D": _ROW}), priority=_PRIORITY, language="NKI"
+    "rms_norm",
+    "nki",
+    _rms_norm,
+    domain=_domain("x", "weight", limits={"D": _ROW}, sharding=_BY_ROWS),
+    priority=_PRIORITY,
+    language="NKI",
 )
 register(
     "rotary",
     "nki",
     _rotary,
-    domain=_domain("q", "k", "cos", "sin", limits={"N*H": _ROW, "K*H": _ROW}, other=_one_shape_of_angles),
+    domain=_domain(
+        "q", "k", "cos", "sin", limits={"N*H": _ROW, "K*H": _ROW}, other=_one_shape_of_angles, sharding=_BY_TOKENS
+    ),
     priority=_PRIORITY,
     language="NKI",
 )
@@ -254,7 +263,7 @@ for _name, _function in (("qkv_proj", _qkv_proj), ("o_proj", _linear)):
         _name,
         "nki",
         _function,
-        domain=_domain("x", "weight", "bias", limits={"D": _ROW}, error=2.0),
+        domain=_domain("x", "weight", "bias", limits={"D": _ROW}, error=2.0, sharding=_BY_PROJECTION),
         priority=_PRIORITY,
         language="NKI",
     )
@@ -273,6 +282,7 @@ register(
             "activation": tuple(one for one in ACTIVATIONS if one in ("silu", "gelu", "gelu_pytorch_tanh", "relu"))
         },
         error=2.0,
+        sharding=_MLP_BY_ROWS,
     ),
     priority=_PRIORITY,
     language="NKI",
@@ -288,7 +298,7 @@ register(
 register(
     "flash_attention",
     "nki",
-    _flash_attention,
+    picking("flash_attention", _flash_attention, "q", "k", "v", *_BATCH, *_OPTIONS),
     domain=_domain(
         "q", "k", "v", limits={**_ATTENTION, "T": Limit(at_most=4096, why="the keys of a head stay in SBUF")}
     ),
@@ -298,7 +308,7 @@ register(
 register(
     "attention_decode",
     "nki",
-    _attention_decode,
+    picking("attention_decode", _attention_decode, "q", "k_cache", "v_cache", *_BATCH, "block_table", *_OPTIONS),
     domain=_domain("q", "k_cache", "v_cache", limits=_ATTENTION, options={"k_scale": (None,), "v_scale": (None,)}),
     priority=_PRIORITY,
     language="NKI",
@@ -306,15 +316,15 @@ register(
 register(
     "router_logits",
     "nki",
-    _router_logits,
-    domain=_domain("hidden_states", "weight", "bias", limits={"D": _ROW}, error=2.0),
+    picking("router_logits", _linear, "hidden_states", "weight", "bias"),
+    domain=_domain("hidden_states", "weight", "bias", limits={"D": _ROW}, error=2.0, sharding=_BY_PROJECTION),
     priority=_PRIORITY,
     language="NKI",
 )
 register(
     "expert_affinities",
     "nki",
-    _expert_affinities,
+    picking("expert_affinities", _expert_affinities, "logits", "top_k", "rule", "renormalize"),
     domain=_domain(
         "logits",
         limits={"E": Limit(at_least=8, at_most=8192, why="the vector engine searches 8 at least")},

@@ -1,4 +1,4 @@
-"""One operator, one definition, and a record of what ran instead.
+"""One operator, one definition, and what runs instead.
 
 An operator is a plain-torch function: its definition, its fallback and its golden. Faster implementations register with
 a domain (which calls they are correct for) and a priority. The choice depends only on dtypes, shapes, devices and
@@ -12,17 +12,15 @@ import difflib
 import functools
 import inspect
 import os
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
 
 from pilotage.core.errors import ConfigError, Unsupported
-from pilotage.functional import layout
+from pilotage.functional.call import Call, facts, spec_of
 from pilotage.functional.domain import FALLBACKS, OUTSIDE, Domain, Refusal
+from pilotage.functional.receipts import Choice, record
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,48 +29,6 @@ DEFINITION = "torch"
 _ON = ("1", "true", "yes", "on")
 _OFF_NAMES = ("PILOTAGE_DISABLE_KERNELS", "VLLM_NEURON_DISABLE_KERNELS")
 _SWITCHES = (*_OFF_NAMES, "NKI_SIMULATOR", "TRITON_INTERPRET")  # a choice holds while these are as they were
-
-
-class TensorSpec(NamedTuple):
-    """What a domain may know of a tensor argument."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    device: str
-    requires_grad: bool
-
-
-@dataclass(frozen=True)
-class Call:
-    """The facts a domain decides on: every argument by name, tensors as `TensorSpec`, defaults filled in."""
-
-    operator: str
-    arguments: Mapping[str, Any]
-
-    def __getitem__(self, name: str) -> Any:
-        return self.arguments[name]
-
-    @property
-    def tensors(self) -> dict[str, TensorSpec]:
-        return {name: value for name, value in self.arguments.items() if isinstance(value, TensorSpec)}
-
-    @functools.cached_property
-    def dims(self) -> Mapping[str, int]:
-        """What the letters of the operator's layout (core/shapes.md) stand for, and the integers among its options."""
-        numbers = {name: value for name, value in self.arguments.items() if type(value) is int}
-        shapes = {name: spec.shape for name, spec in self.tensors.items()}
-        return numbers | layout.bind(layout_of(self.operator), shapes, numbers)[0]
-
-    def refuse_unless(self, *, device: str | None = None, dtypes: tuple[torch.dtype, ...] | None = None) -> str | None:
-        """Give the usual reasons against an opaque kernel: another device, another float dtype, a gradient wanted."""
-        for name, spec in self.tensors.items():
-            if device is not None and spec.device != device:
-                return f"{name} is on {spec.device}, not {device}"
-            if dtypes is not None and spec.dtype.is_floating_point and spec.dtype not in dtypes:
-                return f"{name} is {spec.dtype}"
-            if spec.requires_grad:
-                return f"{name} needs a gradient"
-        return None
 
 
 class Implementation(NamedTuple):
@@ -99,18 +55,6 @@ class Implementation(NamedTuple):
         return None if words is None else Refusal(OUTSIDE, words)
 
 
-class Choice(NamedTuple):
-    """What was chosen for a call and why the others were not.
-
-    `fallback`: one of the others is made for this device and better, and had to be passed over.
-    """
-
-    implementation: str
-    reason: str
-    refused: tuple[tuple[str, str], ...]
-    fallback: bool = False
-
-
 class Described(NamedTuple):
     """What is known of an operator's arguments: the layout of its tensors, and values of options worth trying."""
 
@@ -122,7 +66,6 @@ _OPERATORS: dict[str, dict[str, Implementation]] = {}
 _DESCRIBED: dict[str, Described] = {}
 _SIGNATURES: dict[str, inspect.Signature] = {}
 _FORCED: dict[str, str] = {}
-_RECEIPT: Counter[tuple[str, Choice]] = Counter()
 
 
 def kernels_disabled() -> bool:
@@ -141,7 +84,7 @@ def operator(definition: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(definition)
     def dispatched(*args: P.args, **kwargs: P.kwargs) -> R:
         names = tuple(kwargs)
-        values = tuple([_facts(value) for value in args] + [_facts(value) for value in kwargs.values()])
+        values = tuple([facts(value) for value in args] + [facts(value) for value in kwargs.values()])
         result: R = implementations[_choose(name, values, names)].function(*args, **kwargs)
         return result
 
@@ -240,6 +183,28 @@ def register(
     return implementation
 
 
+def picking(operator: str, kernel: Callable[..., Any], *names: str) -> Callable[..., Any]:
+    """Return an implementation that gives `kernel` the named arguments of an operator, in this order.
+
+    What a caller leaves out has the operator's default, so its signature is written down once: where it is defined.
+
+    Raises:
+        ConfigError: no such operator or argument.
+    """
+    parameters = signature_of(operator).parameters
+    unknown = [name for name in names if name not in parameters]
+    if unknown:
+        raise ConfigError(f"no argument named {unknown[0]!r}", where=f"functional.{operator}", do=", ".join(parameters))
+    order = [item.name for item in parameters.values() if item.kind is not item.KEYWORD_ONLY]
+    defaults = {item.name: item.default for item in parameters.values() if item.default is not item.empty}
+
+    def picked(*args: Any, **kwargs: Any) -> Any:
+        given = {**defaults, **dict(zip(order, args, strict=False)), **kwargs}
+        return kernel(*[given[name] for name in names])
+
+    return picked
+
+
 @contextlib.contextmanager
 def forced(choices: Mapping[str, str]) -> Iterator[None]:
     """Take the named implementations inside the block, e.g. `forced({"rms_norm": "torch"})`, or fail; for comparisons.
@@ -275,7 +240,7 @@ def explain(operator: str | None = None, *args: Any, **kwargs: Any) -> dict[str,
     _require(operator, "explain")
     if not args and not kwargs:
         return {operator: [one.name for one in implementations(operator)]}
-    values = tuple(_facts(value) for value in (*args, *kwargs.values()))
+    values = tuple(facts(value) for value in (*args, *kwargs.values()))
     choice = _decide(operator, values, tuple(kwargs), _FORCED.get(operator), _switches())
     return {
         "operator": operator,
@@ -284,51 +249,6 @@ def explain(operator: str | None = None, *args: Any, **kwargs: Any) -> dict[str,
         "refused": dict(choice.refused),
         "fallback": choice.fallback,
     }
-
-
-def receipt() -> dict[str, list[dict[str, Any]]]:
-    """Report what ran since `reset_receipt`: per operator each implementation, how often it was chosen, and why.
-
-    A compiled graph chooses while it is traced: its `selections` count call sites, not calls.
-    """
-    out: dict[str, list[dict[str, Any]]] = {}
-    for (name, choice), selections in sorted(_RECEIPT.items(), key=lambda item: (item[0][0], -item[1])):
-        out.setdefault(name, []).append(
-            {
-                "implementation": choice.implementation,
-                "selections": selections,
-                "reason": choice.reason,
-                "refused": dict(choice.refused),
-                "fallback": choice.fallback,
-            }
-        )
-    return out
-
-
-def count_fallbacks(operators: Mapping[str, list[dict[str, Any]]]) -> dict[str, int]:
-    """Count by operator how often something better, made for this device, had to be passed over.
-
-    Args:
-        operators: a `receipt()`.
-    """
-    counts = {name: sum(row["selections"] for row in rows if row.get("fallback")) for name, rows in operators.items()}
-    return {name: count for name, count in counts.items() if count}
-
-
-@contextlib.contextmanager
-def unrecorded() -> Iterator[None]:
-    """Leave what runs inside the block out of the receipt."""
-    before = _RECEIPT.copy()
-    try:
-        yield
-    finally:
-        _RECEIPT.clear()
-        _RECEIPT.update(before)
-
-
-def reset_receipt() -> None:
-    """Forget what ran so far."""
-    _RECEIPT.clear()
 
 
 def _require(operator: str, where: str) -> None:
@@ -342,18 +262,11 @@ def _switches() -> tuple[str | None, ...]:
     return tuple(os.environ.get(name) for name in _SWITCHES)
 
 
-def _facts(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        wants_grad = value.requires_grad and torch.is_grad_enabled()
-        return ("tensor", value.dtype, tuple(value.shape), value.device.type, wants_grad)
-    return value
-
-
 @torch.compiler.assume_constant_result
 def _choose(name: str, values: tuple[Any, ...], keywords: tuple[str, ...]) -> str:
     """Choose, and record the choice. Dynamo calls this while tracing and keeps only the answer."""
     choice = _decide(name, values, keywords, _FORCED.get(name), _switches())
-    _RECEIPT[(name, choice)] += 1
+    record(name, choice)
     return choice.implementation
 
 
@@ -393,15 +306,13 @@ def _decide(
 def call_of(operator: str, *args: Any, **kwargs: Any) -> Call:
     """Return the facts of a call that is not made; a `TensorSpec` stands for a tensor."""
     _require(operator, "call_of")
-    return _call(operator, tuple(_facts(value) for value in (*args, *kwargs.values())), tuple(kwargs))
+    return _call(operator, tuple(facts(value) for value in (*args, *kwargs.values())), tuple(kwargs))
 
 
 def _call(name: str, values: tuple[Any, ...], keywords: tuple[str, ...]) -> Call:
-    specs = [
-        TensorSpec(*value[1:]) if isinstance(value, tuple) and value[:1] == ("tensor",) else value for value in values
-    ]
+    specs = [spec_of(value) for value in values]
     positional = len(specs) - len(keywords)
     named = dict(zip(keywords, specs[positional:], strict=True))
     bound = _SIGNATURES[name].bind(*specs[:positional], **named)
     bound.apply_defaults()
-    return Call(name, dict(bound.arguments))
+    return Call(name, dict(bound.arguments), layout_of(name))

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pilotage.functional.attention import KV_8BIT  # and the operators exist before implementations of them register
+from pilotage.functional.call import Call
 from pilotage.functional.domain import Domain
-from pilotage.functional.registry import Call, register
+from pilotage.functional.registry import picking, register
 
 _QUERIES_AT_A_TIME = 256  # with a window, keys outside it are skipped in steps of this many queries
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -169,45 +170,6 @@ for _name, _function in (("sdpa_packed", _sdpa_packed), ("sdpa_paged", _sdpa_pag
     torch.library.register_fake(f"pilotage::{_name}", _like_q, lib=_LIBRARY)
 
 
-def _flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    token_to_req: Tensor,
-    positions: Tensor,
-    query_start_loc: Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    return torch.ops.pilotage.sdpa_packed(q, k, v, query_start_loc, scale, window, softcap, sinks)
-
-
-def _paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    block_table: Tensor,
-    token_to_req: Tensor,
-    positions: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    kv_segment_size: int = 0,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> Tensor:
-    return torch.ops.pilotage.sdpa_paged(
-        q, k_cache, v_cache, block_table, query_start_loc, seq_lens, scale, window, softcap, sinks, k_scale, v_scale
-    )
-
-
 def _scales(call: Call) -> str | None:
     cache, given = call["k_cache"].dtype, [call.arguments.get(name) is not None for name in ("k_scale", "v_scale")]
     if any(given) and not all(given):
@@ -221,6 +183,13 @@ def _scales(call: Call) -> str | None:
 _PACKED = Domain(targets=("cpu",), dtypes=_DTYPES, one_dtype=("q", "k", "v"), error=1.5, hides_non_finite=True)
 _PAGED = Domain(targets=("cpu",), dtypes=(*_DTYPES, KV_8BIT), other=_scales, error=1.5, hides_non_finite=True)
 
-register("flash_attention", "sdpa", _flash_attention, domain=_PACKED, priority=10)
-register("segmented_attention", "sdpa", _paged_attention, domain=_PAGED, priority=10)
-register("attention_decode", "sdpa", _paged_attention, domain=_PAGED, priority=10)
+_OPTIONS = ("scale", "window", "softcap", "sinks")
+_PACKED_ARGUMENTS = ("q", "k", "v", "query_start_loc", *_OPTIONS)
+_PAGED_ARGUMENTS = ("q", "k_cache", "v_cache", "block_table", "query_start_loc", "seq_lens", *_OPTIONS)
+
+for _operator, _op, _domain, _arguments in (
+    ("flash_attention", torch.ops.pilotage.sdpa_packed, _PACKED, _PACKED_ARGUMENTS),
+    ("segmented_attention", torch.ops.pilotage.sdpa_paged, _PAGED, (*_PAGED_ARGUMENTS, "k_scale", "v_scale")),
+    ("attention_decode", torch.ops.pilotage.sdpa_paged, _PAGED, (*_PAGED_ARGUMENTS, "k_scale", "v_scale")),
+):
+    register(_operator, "sdpa", picking(_operator, _op, *_arguments), domain=_domain, priority=10)

@@ -4,6 +4,7 @@
 """
 
 from pilotage.kernels.launch import launch_nki, launch_numpy, launch_torch
+from pilotage.kernels.sharding import Sharding
 from pilotage.kernels.wrap import WrappedKernel, wrap_kernel, wrap_nki
 
-__all__ = ["WrappedKernel", "launch_nki", "launch_numpy", "launch_torch", "wrap_kernel", "wrap_nki"]
+__all__ = ["Sharding", "WrappedKernel", "launch_nki", "launch_numpy", "launch_torch", "wrap_kernel", "wrap_nki"]

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from pilotage.core.errors import ConfigError
+from pilotage.core.targets import devices_of
 from pilotage.functional import registry
-from pilotage.functional.domain import TARGETS, Domain
+from pilotage.functional.domain import Domain
 from pilotage.functional.registry import DEFINITION, Implementation
 from pilotage.kernels import cases
 from pilotage.kernels.cases import Case
@@ -113,7 +114,7 @@ def bench(
 def _refuses(one: Implementation, case: Case, device: str) -> str | None:
     domain = one.domain
     if isinstance(domain, Domain):
-        devices = {name for target in domain.targets for name in TARGETS.get(target, (target,))}
+        devices = devices_of(domain.targets)
         if devices and device not in devices:
             return f"made for {' or '.join(domain.targets)}; in an interpreter nothing is timed"
         refusal = domain.judge(case.call, worth=False)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pilotage.core.errors import BadInput
 from pilotage.functional import layout, registry
-from pilotage.functional.registry import Call, TensorSpec
+from pilotage.functional.call import Call, TensorSpec
 
 DTYPES = {
     "fp32": torch.float32,
@@ -63,6 +63,7 @@ _FIXED = {  # tensors whose dtype is not the model's
     "scale": torch.float32,
 }
 MUTATED = {"write_kv": ("k_cache", "v_cache"), "write_rows": ("cache",)}
+CHOOSES = ("expert_affinities",)  # some of each row, by comparing its elements
 PADDING = 2  # tokens of an attention batch that belong to no request
 
 

@@ -7,17 +7,12 @@ NaN and infinities show where they do in the definition and nowhere else, and gr
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
-import torch.utils.deterministic
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from pilotage.accuracy import gates
 from pilotage.core.errors import BadInput, ConfigError, PilotageError
@@ -25,7 +20,7 @@ from pilotage.core.nouns import Status, Verdict, worst
 from pilotage.functional import registry
 from pilotage.functional.domain import Domain
 from pilotage.functional.registry import DEFINITION, Implementation
-from pilotage.kernels import cases, edges
+from pilotage.kernels import cases, edges, scrutiny
 from pilotage.kernels.cases import Case
 from pilotage.kernels.table import short
 
@@ -143,44 +138,6 @@ def check(
     return [_Checker(operator, one, dtypes, dims or {}, progress).run() for one in found]
 
 
-class _Double(TorchFunctionMode):
-    """Compute in fp64 what asks for fp32."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.float:
-            return args[0].double()
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        named = {key: torch.float64 if value is torch.float32 else value for key, value in (kwargs or {}).items()}
-        return func(*args, **named)
-
-
-@contextlib.contextmanager
-def _poisoned() -> Iterator[None]:
-    """Fill fresh memory with NaN (integers with their largest value), torch's and numpy's."""
-    settings: Any = torch.utils.deterministic
-    numpy: Any = np
-    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-    filled, empty, empty_like = settings.fill_uninitialized_memory, np.empty, np.empty_like
-
-    def poison(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        array = make(*args, **kwargs)
-        if array.dtype.kind == "f":
-            array.fill(np.nan)
-        return array
-
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = True
-    numpy.empty, numpy.empty_like = functools.partial(poison, empty), functools.partial(poison, empty_like)
-    try:
-        yield
-    finally:
-        numpy.empty, numpy.empty_like = empty, empty_like
-        settings.fill_uninitialized_memory = filled
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
 class _Checker:
     def __init__(
         self,
@@ -248,26 +205,26 @@ class _Checker:
         return (*results, *(arguments[name] for name in self.mutated))
 
     def _case(self, case: Case) -> None:
-        first, second = _copies(case.arguments), _copies(case.arguments)
+        first, second = scrutiny.copies(case.arguments), scrutiny.copies(case.arguments)
         try:
-            with torch.no_grad(), _poisoned():
+            with torch.no_grad(), scrutiny.poisoned():
                 got, again = self._call(self.one, case, first), self._call(self.one, case, second)
         except Exception as error:  # a kernel may raise anything; that is a finding, not our failure
             self._note("values", case.label, _words(error))
             self.result.ran += 1
             return
         with torch.no_grad():
-            baseline = self._call(self.definition, case, _copies(case.arguments))
-            with _Double():
-                expected = self._call(self.definition, case, _doubled(case.arguments))
+            baseline = self._call(self.definition, case, scrutiny.copies(case.arguments))
+            with scrutiny.Double():
+                expected = self._call(self.definition, case, scrutiny.doubled(case.arguments))
         self.result.ran += 1
         changed = [
             name
             for name, value in case.arguments.items()
-            if isinstance(value, Tensor) and name not in self.mutated and not _same(value, first[name])
+            if isinstance(value, Tensor) and name not in self.mutated and not scrutiny.same_bits(value, first[name])
         ]
         self._note("arguments", case.label, f"{', '.join(changed)} changed" if changed else "")
-        differ = any(not _same(a, b) for a, b in zip(got, again, strict=True))
+        differ = any(not scrutiny.same_bits(a, b) for a, b in zip(got, again, strict=True))
         self._note("repeats", case.label, "two runs differ" if differ else "")
         self._values(case, got, baseline, expected)
 
@@ -290,7 +247,7 @@ class _Checker:
                 wrong = int((a != b).sum())
                 self._note("values", case.label, f"{wrong} of {a.numel()} integers differ" if wrong else "")
                 continue
-            a, b, c = (_rows(x) for x in (a, b, c))
+            a, b, c = (scrutiny.as_rows(x) for x in (a, b, c))
             self._verdicts(case.label, self._three_way(a, b, c, case.label))
             self.pooled.setdefault(case.dtype, []).append((a.double(), b.double(), c.double()))
 
@@ -328,23 +285,27 @@ class _Checker:
         for name, value in case.arguments.items():
             if not isinstance(value, Tensor) or value.dtype not in DTYPES or name in self.mutated or not value.numel():
                 continue
-            at = _meaningful(name, case.arguments)
+            at = scrutiny.meaningful(name, case.arguments)
             with torch.no_grad():
-                clean = self._call(self.definition, case, _copies(case.arguments))
-                moved = self._call(self.definition, case, _replaced(case.arguments, name, at, float(value[at]) + 1))
+                clean = self._call(self.definition, case, scrutiny.copies(case.arguments))
+                moved = self._call(
+                    self.definition, case, scrutiny.replaced(case.arguments, name, at, float(value[at]) + 1)
+                )
             depends = [a != b for a, b in zip(clean, moved, strict=True)]
             for bad in (float("nan"), float("inf")):
                 label = f"{bad} in {name}, {short(case.dtype)}"
                 try:
                     with torch.no_grad():
-                        got = self._call(self.one, case, _replaced(case.arguments, name, at, bad))
+                        got = self._call(self.one, case, scrutiny.replaced(case.arguments, name, at, bad))
                 except Exception as error:
                     self._note("non-finite", label, _words(error))
                     continue
                 with torch.no_grad():
-                    wanted = self._call(self.definition, case, _replaced(case.arguments, name, at, bad))
+                    wanted = self._call(self.definition, case, scrutiny.replaced(case.arguments, name, at, bad))
                 hides = isinstance(self.one.domain, Domain) and self.one.domain.hides_non_finite
-                self._note("non-finite", label, _spread(case, got, wanted, depends, hides=hides, nan=bad != bad))
+                self._note(
+                    "non-finite", label, scrutiny.spread(case, got, wanted, depends, hides=hides, nan=bad != bad)
+                )
 
     def _gradient(self, case: Case) -> None:
         domain = self.one.domain
@@ -352,7 +313,7 @@ class _Checker:
             return
         found = []
         for one in (self.one, self.definition):
-            arguments = _copies(case.arguments)
+            arguments = scrutiny.copies(case.arguments)
             leaves = {  # 0 times the NaN of a page that nobody owns would be the gradient of everything
                 name: value.nan_to_num_().requires_grad_()
                 for name, value in arguments.items()
@@ -372,73 +333,6 @@ class _Checker:
             verdict = gates.two_way(got, wanted, rtol=_GRADIENT_RTOL, atol=1e-6, name=f"gradient of {name}")
             wrong = "" if verdict.status is Status.PASS else f"off by {verdict.estimate} of the largest"
             self._note("gradient", f"of {name}", wrong)
-
-
-def _copies(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the tensors, strides and all; what lies between the rows is NaN."""
-    out = {}
-    for name, value in arguments.items():
-        if isinstance(value, Tensor) and not value.is_contiguous():
-            reach = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-            whole = value.new_full((reach,), float("nan"))
-            out[name] = whole.as_strided(value.shape, value.stride()).copy_(value)
-        else:
-            out[name] = value.clone() if isinstance(value, Tensor) else value
-    return out
-
-
-def _doubled(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.to(torch.float64) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in arguments.items()
-    }
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return a.shape == b.shape and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1]) if x.ndim > 1 else x.reshape(1, -1)
-
-
-def _meaningful(name: str, arguments: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the index of an element that takes part in the result."""
-    value = arguments[name]
-    if name == "affinities":  # of an expert that is chosen
-        return (0, int(value[0].argmax()))
-    if "block_table" in arguments and name in ("k_cache", "v_cache"):
-        return (int(arguments["block_table"][0, 0]), 0, 0, 0)
-    return (0,) * value.ndim
-
-
-def _replaced(arguments: Mapping[str, Any], name: str, at: tuple[int, ...], value: float) -> dict[str, Any]:
-    out = _copies(arguments)
-    out[name][at] = value
-    return out
-
-
-def _spread(
-    case: Case, got: Sequence[Tensor], wanted: Sequence[Tensor], depends: Sequence[Tensor], *, hides: bool, nan: bool
-) -> str:
-    """Say where NaN and infinities show that should not, or do not that should, or what else they changed.
-
-    The definition may spread them further than what depends on them (a weight of 0 times NaN); nobody has to.
-    """
-    for a, b, reached in zip(got, wanted, depends, strict=True):
-        a, b, reached = a[: case.rows].float(), b[: case.rows].float(), reached[: case.rows]
-        finite = torch.isfinite(b)
-        leaked = int((~torch.isfinite(a) & finite).sum())
-        lost = 0 if hides else int((torch.isfinite(a) & ~finite & reached).sum())
-        if leaked or lost:
-            return f"{leaked} elements not finite that should be, {lost} finite that should not be, of {a.numel()}"
-        untouched = finite & ~reached
-        if nan and bool(untouched.any()):
-            scale, off = float(b[untouched].abs().max()), float((a - b)[untouched].abs().max())
-            if off > 16 * torch.finfo(case.dtype).eps * scale:
-                return f"elements that do not depend on it are off by {off:.3g} of {scale:.3g}"
-    return ""
 
 
 def _words(error: Exception) -> str:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pilotage.core.errors import BadInput, PilotageError
-from pilotage.kernels import cases
+import pilotage.functional  # noqa: F401  the operators and our kernels register
+from pilotage.core.errors import BadInput, PilotageError, Unsupported
+from pilotage.functional import registry
+from pilotage.kernels import cases, table
 from pilotage.kernels.table import parse_literal
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ _INTEGERS = {"int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8}
 def estimate(
     name: str,
     *,
-    shapes: Sequence[str],
+    shapes: Sequence[str] = (),
+    dims: Sequence[str] = (),
     dtypes: Sequence[str] = ("bf16",),
     options: Sequence[str] = (),
     grid: int | None = None,
@@ -33,8 +36,10 @@ def estimate(
     """Interpret one launch of a kernel and estimate its cost on a NeuronCore.
 
     Args:
-        name: "file.py:kernel", "package.module:kernel", or one of our own, e.g. "rms_norm".
-        shapes: "128,512" of the tensors in order, or "x=128,512" of a named one.
+        name: an operator that has an NKI kernel, or "file.py:kernel", or "package.module:kernel".
+        shapes: "128,512" of the tensors in order, or "x=128,512" of a named one; of an operator, what is not given has
+            a usual value.
+        dims: "N=8,K=2" of an operator: letters of core/shapes.md.
         dtypes: "bf16" of all tensors, or "index=int32" of one.
         options: "eps=1e-6": arguments that are no tensors.
         grid: cores.
@@ -45,6 +50,10 @@ def estimate(
     from pilotage.kernels import nki
 
     nki.install()
+    if ":" not in name:
+        return _of_operator(name, shapes, dims, dtypes, options, grid)
+    if dims:
+        raise BadInput("only an operator has letters", where="--dims", do="give each tensor: --shape x=128,512")
     kernel = find(name)
     arguments = _arguments(kernel, name, shapes, dtypes, options)
     try:
@@ -55,24 +64,60 @@ def estimate(
         raise BadInput(f"{type(error).__name__}: {error}", where=name, do="give shapes that it takes") from error
 
 
+def _of_operator(
+    name: str,
+    shapes: Sequence[str],
+    dims: Sequence[str],
+    dtypes: Sequence[str],
+    options: Sequence[str],
+    grid: int | None,
+) -> Estimate:
+    """Estimate what the operator's own NKI kernel does for a call, with the arguments that a check would make."""
+    from pilotage.kernels import nki
+
+    ours = [one for operator in registry.operators() for one in _in_nki(operator) if operator == name]
+    if not ours:
+        having = [operator for operator in registry.operators() if _in_nki(operator)]
+        raise BadInput(
+            f"no operator with an NKI kernel is named {name!r}",
+            where="estimate",
+            do=f"use one of {', '.join(having)}, or file.py:kernel, or package.module:kernel",
+        )
+    if grid not in (None, 1):
+        raise BadInput("our kernels run on one core", where="--grid", do="leave it out")
+    call = table.call_for(name, shapes=shapes, dims=dims, dtypes=dtypes, options=options)
+    given = [arg for arg in call.tensors if registry.signature_of(name).parameters[arg].default is None]
+    first = next(spec.dtype for spec in call.tensors.values() if spec.dtype.is_floating_point)
+    case = cases.build(
+        name,
+        {letter: size for letter, size in call.dims.items() if letter.isupper()},
+        first,
+        options=table.parse_options(name, options),
+        optional=given,
+    )
+    refusal = ours[0].judge(case.call)
+    if refusal is not None:
+        raise BadInput(refusal.words, where=f"{name}, {ours[0].name}", do=f"pilotage kernels explain {name} says more")
+    args, kwargs = case.split(case.arguments)
+    with nki.watched() as launched, torch.no_grad():
+        ours[0].function(*args, **kwargs)
+    if len(launched) != 1:
+        raise Unsupported(f"it launched {len(launched)} kernels", where=name, do="estimate them one by one")
+    kernel, ledgers = launched[0]
+    return nki.summarise(kernel, ledgers)
+
+
+def _in_nki(operator: str) -> list[registry.Implementation]:
+    return [one for one in registry.implementations(operator) if one.language == "NKI"]
+
+
 def find(name: str) -> Callable[..., Any]:
-    """Return the kernel behind a name.
+    """Return the kernel behind "file.py:kernel" or "package.module:kernel".
 
     Raises:
         BadInput: there is none.
     """
-    from pilotage.kernels.nki import library
-
-    source, colon, attribute = name.rpartition(":")
-    if not colon:
-        if name not in library.__all__:
-            raise BadInput(
-                f"no kernel of ours is named {name!r}",
-                where="estimate",
-                do=f"use one of {', '.join(library.__all__)}, or file.py:kernel, or package.module:kernel",
-            )
-        found: Callable[..., Any] = getattr(library, name)
-        return found
+    source, _, attribute = name.rpartition(":")
     try:
         names = runpy.run_path(source) if source.endswith(".py") else vars(_imported(source))
     except Exception as error:

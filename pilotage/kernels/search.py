@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from pilotage.core.errors import BadInput
+from pilotage.core.targets import TARGETS
 from pilotage.functional import registry
-from pilotage.functional.domain import TARGETS, Domain
+from pilotage.functional.domain import Domain
 from pilotage.functional.registry import DEFINITION
 from pilotage.kernels import library
 from pilotage.kernels.library import LibraryKernel
@@ -183,7 +184,7 @@ def search(text: str, *, target: str = "neuron", paths: Sequence[Path] = ()) -> 
     if target not in TARGETS:
         raise BadInput(f"no target named {target!r}", where="--target", do=f"use one of {', '.join(TARGETS)}")
     query = read(text)
-    language = {"neuron": "NKI", "cuda": "Triton"}.get(target)
+    language = TARGETS[target].language
     hits = _operators(query, target)
     for kernel in library.scan([*library.installed(), *paths]):
         if kernel.language == language and (hit := _judge(query, kernel)) is not None:

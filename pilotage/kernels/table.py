@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from pilotage.core.errors import BadInput
+from pilotage.core.targets import TARGETS, devices_of
 from pilotage.functional import layout, registry
-from pilotage.functional.domain import TARGETS, Domain, Refusal
-from pilotage.functional.registry import DEFINITION, Call, Implementation
+from pilotage.functional.call import Call
+from pilotage.functional.domain import Domain, Refusal
+from pilotage.functional.registry import DEFINITION, Implementation
 from pilotage.kernels import cases
 
 
@@ -64,7 +66,7 @@ def _row(operator: str, one: Implementation) -> dict[str, Any]:
         "dtypes": [short(dtype) for dtype in domain.dtypes] or ["any"],
         "limits": domain.describe(),
         "gradient": domain.gradient,
-        "sharding": domain.sharding,
+        "sharding": None if domain.sharding is None else str(domain.sharding),
         "here": _missing(domain),
         "notes": one.notes,
     }
@@ -72,7 +74,7 @@ def _row(operator: str, one: Implementation) -> dict[str, Any]:
 
 def _missing(domain: Domain) -> str | None:
     """Return why an implementation cannot run on this machine for any call, or None."""
-    devices = {device for target in domain.targets for device in TARGETS.get(target, (target,))}
+    devices = devices_of(domain.targets)
     present = {"cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
     if devices and not devices & present:
         if domain.emulator is None:
@@ -180,7 +182,7 @@ def call_for(
         options=values,
         dtypes=single,
         optional=[name for name in (*given, *single) if parameters[name].default is not parameters[name].empty],
-        device=TARGETS[target][0],
+        device=target,
     )
     for name, shape in given.items():  # leading dimensions as they were given, not flattened
         arguments[name] = arguments[name]._replace(shape=shape)

@@ -4,15 +4,14 @@
     y = scaled[grid](x, weight)
 
 The fallback is plain torch with the kernel's arguments, annotated. It gives the operator its schema, the shapes and
-dtypes of its results while a graph is traced, and its gradient; the kernel itself never runs while tracing. Opaque
-operators have no sharding rule: under DTensor the definition has to run instead.
+dtypes of its results while a graph is traced, and its gradient; the kernel itself never runs while tracing. Of tensors
+that are divided over ranks (DTensor) each rank runs the kernel on its part where a `Sharding` rule says how, and the
+fallback where none does.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
-import typing
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,10 +21,12 @@ import torch
 from torch import Tensor
 
 from pilotage.core.errors import BadInput, ConfigError, Unsupported
+from pilotage.kernels import sharding as dividing
+from pilotage.kernels.arguments import Arguments
 from pilotage.kernels.launch import Launch, launch_nki, launch_torch
+from pilotage.kernels.sharding import Sharding
 
 NAMESPACE = "pilotage_kernels"
-GRID = "grid"
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _UNTRACEABLE = "it cannot be traced: nothing says what shapes it returns"
@@ -38,6 +39,7 @@ def wrap_kernel(
     *,
     name: str | None = None,
     mutates_args: Sequence[str] = (),
+    sharding: Sharding | None = None,
     launch: Launch = launch_torch,
 ) -> WrappedKernel:
     """Make a kernel callable from a model: `wrap_kernel(kernel, fallback)[grid](*args)`.
@@ -51,12 +53,14 @@ def wrap_kernel(
             them where modules are imported.
         mutates_args: tensors that the kernel writes in place, as a KV cache; the fallback has to write them too. Such
             an operator has no gradient.
+        sharding: how the kernel's work is divided over ranks; None: of tensors that are divided the fallback is run.
         launch: runs the kernel: `launch(kernel, grid, args, kwargs)` with torch tensors, and returns torch tensors.
 
     Raises:
-        ConfigError: the fallback's annotations do not make a schema, or `mutates_args` names no tensor of it.
+        ConfigError: the fallback's annotations do not make a schema, `mutates_args` names no tensor of it, or the
+            sharding rule does not fit it.
     """
-    return WrappedKernel(kernel, fallback, name, tuple(mutates_args), launch)
+    return WrappedKernel(kernel, fallback, name, tuple(mutates_args), sharding, launch)
 
 
 def wrap_nki(
@@ -65,15 +69,16 @@ def wrap_nki(
     *,
     name: str | None = None,
     mutates_args: Sequence[str] = (),
+    sharding: Sharding | None = None,
 ) -> WrappedKernel:
     """Wrap a kernel written with `@nki.jit`, as the onboarding guide does: `wrap_nki(kernel)[grid](...)`.
 
     Tensors on the CPU go through the NKI interpreter, tensors on a NeuronCore to the kernel as they are.
 
     Args:
-        kernel, fallback, name, mutates_args: as in `wrap_kernel`.
+        kernel, fallback, name, mutates_args, sharding: as in `wrap_kernel`.
     """
-    return wrap_kernel(kernel, fallback, name=name, mutates_args=mutates_args, launch=launch_nki)
+    return wrap_kernel(kernel, fallback, name=name, mutates_args=mutates_args, sharding=sharding, launch=launch_nki)
 
 
 class WrappedKernel:
@@ -83,6 +88,7 @@ class WrappedKernel:
         name: of the operator within `torch.ops.pilotage_kernels`.
         kernel: what was wrapped.
         fallback: its plain-torch definition, or None.
+        sharding: its rule under DTensor, or None.
         op: the operator's overload, for `torch.library.opcheck` and as it stands in graphs; None without a fallback.
     """
 
@@ -92,19 +98,24 @@ class WrappedKernel:
         fallback: Callable[..., Any] | None,
         name: str | None,
         mutates_args: tuple[str, ...],
+        sharding: Sharding | None,
         launch: Launch,
     ) -> None:
         self.kernel, self.fallback, self.mutates_args, self._launch = kernel, fallback, mutates_args, launch
+        self.sharding = sharding
         self.name = _free_name(name or getattr(kernel, "__name__", None) or type(kernel).__name__)
         self.op: Any = None
         self.__doc__ = (fallback or kernel).__doc__
         if fallback is not None:
-            self._arguments = _Arguments(fallback, self.name)
+            self._arguments = Arguments(fallback, self.name)
             self._checked: set[tuple[Any, ...]] = set()
             self.op = _define(self)
-        elif mutates_args:
+            if sharding is not None:
+                dividing.require_fit(self.op, self._arguments.names, sharding)
+        elif mutates_args or sharding is not None:
+            what = "mutates_args" if mutates_args else "sharding"
             raise ConfigError(
-                "mutates_args says nothing without a fallback", where=f"wrap_kernel({self.name})", do="give a fallback"
+                f"{what} says nothing without a fallback", where=f"wrap_kernel({self.name})", do="give a fallback"
             )
 
     @property
@@ -125,6 +136,10 @@ class WrappedKernel:
         if self.op is None:
             _refuse_to_trace(self.name, [*args, *kwargs.values()])
             return self._launch(self.kernel, tuple(grid), args, kwargs)
+        if any(map(dividing.divided, [*args, *kwargs.values()])):
+            if self.sharding is None:
+                return self._fallback(*args, **kwargs)
+            dividing.register(self.op, self._arguments.names, self.sharding, self.mutates_args)
         return self.op(*self._arguments.flat(args, kwargs), grid)
 
     def run(self, *values: Any) -> Any:
@@ -202,118 +217,10 @@ class WrappedKernel:
         return owned
 
 
-class _Arguments:
-    """The fallback's arguments, by name and as a flat list: an operator's tensors may not be keyword-only."""
-
-    def __init__(self, fallback: Callable[..., Any], kernel: str) -> None:
-        self._where = f"wrap_kernel({kernel})"
-        signature = inspect.signature(fallback)
-        hints = self._hints(fallback)
-        self.names = tuple(signature.parameters)
-        kinds = inspect.Parameter
-        for parameter in signature.parameters.values():
-            if parameter.kind in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD):
-                raise ConfigError(f"the fallback takes *{parameter.name}", where=self._where, do="name its arguments")
-            if parameter.name == GRID:
-                raise ConfigError("the fallback has an argument named grid", where=self._where, do="rename it")
-            if parameter.name not in hints:
-                raise ConfigError(
-                    f"argument {parameter.name!r} of the fallback has no annotation",
-                    where=self._where,
-                    do="annotate it, e.g. `x: Tensor`, `eps: float`, `window: int | None`",
-                )
-        if "return" not in hints:
-            raise ConfigError("the fallback's result has no annotation", where=self._where, do="annotate it")
-        parameters = list(signature.parameters.values())
-        self._positional = [item.name for item in parameters if item.kind is not kinds.KEYWORD_ONLY]
-        self._by_keyword = [item.name for item in parameters if item.kind is kinds.KEYWORD_ONLY]
-        self._defaults = {item.name: item.default for item in parameters if item.default is not kinds.empty}
-        self._tuples = {name for name in self.names if typing.get_origin(hints[name]) is tuple}
-        returns = hints["return"]
-        self._single = returns is Tensor
-        self._nothing = returns in (None, type(None))
-        several = typing.get_origin(returns) is tuple and set(typing.get_args(returns)) == {Tensor}
-        if not (self._single or self._nothing or several):
-            raise ConfigError(
-                f"the fallback returns {returns}", where=self._where, do="return a Tensor, a tuple of them, or None"
-            )
-        self.schema_of = partial(self._schema, hints)
-
-    def _hints(self, fallback: Callable[..., Any]) -> dict[str, Any]:
-        try:
-            return typing.get_type_hints(fallback)
-        except NameError as error:
-            raise ConfigError(
-                f"an annotation of the fallback cannot be read ({error})",
-                where=self._where,
-                do="define the fallback in a module, with its types imported there",
-            ) from error
-
-    def _schema(self, hints: dict[str, Any], mutates_args: tuple[str, ...]) -> str:
-        """Return "(Tensor x, ..., SymInt[] grid) -> Tensor" without names or defaults: all of them are always given."""
-        unknown = [name for name in mutates_args if name not in self.names]
-        if unknown:
-            raise ConfigError(
-                f"mutates_args names {unknown[0]!r}, the fallback's arguments are {', '.join(self.names)}",
-                where=self._where,
-                do="use one of these",
-            )
-
-        def prototype() -> None: ...
-
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        annotated = {name: Sequence[int] if name in self._tuples else hints[name] for name in self.names}
-        prototype.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [inspect.Parameter(name, kind, annotation=annotation) for name, annotation in annotated.items()]
-            + [inspect.Parameter(GRID, kind, annotation=Sequence[int])],
-            return_annotation=None if self._nothing else hints["return"],
-        )
-        try:
-            return str(torch.library.infer_schema(prototype, mutates_args=mutates_args))
-        except (ValueError, TypeError) as error:
-            message = str(error).removeprefix("infer_schema(func): ").split(" Got func")[0]
-            raise ConfigError(
-                f"the fallback's annotations make no schema: {message}",
-                where=self._where,
-                do="use Tensor, int, float, bool, str, their optional forms and lists, and tuple[Tensor, Tensor] for "
-                "several results",
-            ) from error
-
-    def flat(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-        """Lay a call's arguments out in order, defaults filled in."""
-        if len(args) > len(self._positional):
-            raise TypeError(f"{len(args)} positional arguments, at most {len(self._positional)} are taken")
-        given = dict(zip(self._positional, args, strict=False))
-        for name, value in kwargs.items():
-            if name in given or name not in self.names:
-                raise TypeError(f"argument {name!r} is {'given twice' if name in given else 'unknown'}")
-            given[name] = value
-        values = []
-        for name in self.names:
-            if name not in given and name not in self._defaults:
-                raise TypeError(f"missing argument {name!r}")
-            value = given[name] if name in given else self._defaults[name]
-            values.append(list(value) if name in self._tuples else value)
-        return values
-
-    def call(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Turn the flat list into the arguments of the fallback and of the kernel."""
-        given = {
-            name: tuple(value) if name in self._tuples else value
-            for name, value in zip(self.names, values, strict=True)
-        }
-        return [given[name] for name in self._positional], {name: given[name] for name in self._by_keyword}
-
-    def returned(self, results: Sequence[Tensor]) -> Any:
-        if self._nothing:
-            return None
-        return results[0] if self._single else tuple(results)
-
-
 def _define(wrapped: WrappedKernel) -> Any:
     """Define the operator, its fake implementation and its gradient; returns the overload."""
     name, arguments = wrapped.name, wrapped._arguments
-    schema = arguments.schema_of(wrapped.mutates_args)
+    schema = arguments.schema(wrapped.mutates_args)
     _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, wrapped.run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", wrapped.fake, lib=_LIBRARY)
@@ -353,7 +260,9 @@ def _define_gradient(wrapped: WrappedKernel, schema: str) -> None:
         needed = [at for at in ctx.at if ctx.needs_input_grad[at]]
         wanted = [grad for grad, is_float in zip(grads, ctx.floats, strict=True) if is_float]
         out: list[Tensor | None] = [None] * len(values)
-        for at, grad in zip(needed, backward_op(wanted, needed, *values), strict=True):
+        # Torch's own operators know how to be divided: where the tensors are, the fallback's gradient is taken apart.
+        vjp = wrapped.vjp if any(map(dividing.divided, [*values, *wanted])) else backward_op
+        for at, grad in zip(needed, vjp(wanted, needed, *values), strict=True):
             out[at] = grad
         return tuple(out)
 
@@ -382,6 +291,8 @@ def _refuse_to_trace(name: str, values: Sequence[Any]) -> None:
     tensors = [value for value in values if isinstance(value, Tensor)]
     if any(isinstance(value, fake) or value.is_meta for value in tensors):
         _refuse(name, _UNTRACEABLE)
+    if any(map(dividing.divided, tensors)):
+        _refuse(name, "it cannot be divided over ranks")
     if torch.is_grad_enabled() and any(value.requires_grad for value in tensors):
         _refuse(name, "it has no gradient")
 
@@ -420,4 +331,4 @@ def _facts(value: Tensor) -> tuple[Any, ...]:
 
 
 def _storage(value: Tensor) -> int:
-    return value.untyped_storage().data_ptr()
+    return dividing.local(value).untyped_storage().data_ptr()

@@ -14,10 +14,10 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pilotage.core.errors import ConfigError, Unavailable
+from pilotage.core.targets import TARGETS, Target
 
 if TYPE_CHECKING:
     import torch
@@ -36,73 +36,36 @@ def switched_on(names: Sequence[str], environment: Mapping[str, str] | None = No
     return next((name for name in names if environment.get(name) == "1"), None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """A kind of device.
+def device(target: Target, local_rank: int) -> torch.device:
+    """Return the device of a rank, its library imported and the device made the current one."""
+    import torch
 
-    Attributes:
-        name: as `PILOTAGE_TARGET` has it; also torch's name of the device.
-        packages: modules that must be importable; the first registers the device with torch.
-        collectives: backend of torch.distributed.
-        compiler: backend of torch.compile that keeps its own cache; None for inductor, whose results this project
-            stores.
-        cache_variable: environment variable that names the directory of that cache.
-        staged: inputs are copied to the device before each run.
-        tested: whether it has run on hardware.
-    """
+    for package in target.packages[:1]:
+        importlib.import_module(package)
+    if target.name == "cpu":
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(local_rank)
+    return torch.device(target.name, local_rank)
 
-    name: str
-    packages: tuple[str, ...] = ()
-    collectives: str = "gloo"
-    compiler: str | None = None
-    cache_variable: str | None = None
-    staged: bool = True
-    tested: bool = False
 
-    def device(self, local_rank: int) -> torch.device:
-        """Return the device of a rank, its library imported and the device made the current one."""
+def free_bytes(target: Target, device: torch.device) -> int:
+    """Return the bytes that are free on the device; on the CPU what this process may still use."""
+    if target.name == "cpu":
+        from pilotage.serving import memory
+
+        return memory.free_bytes()
+    import torch
+
+    free, _ = torch.accelerator.get_memory_info(device)
+    return int(free)
+
+
+def synchronize(target: Target, device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if target.name != "cpu":
         import torch
 
-        for package in self.packages[:1]:
-            importlib.import_module(package)
-        if self.name == "cpu":
-            return torch.device("cpu")
-        torch.accelerator.set_device_index(local_rank)
-        return torch.device(self.name, local_rank)
-
-    def free_bytes(self, device: torch.device) -> int:
-        """Return the bytes that are free on the device; on the CPU what this process may still use."""
-        if self.name == "cpu":
-            from pilotage.serving import memory
-
-            return memory.free_bytes()
-        import torch
-
-        free, _ = torch.accelerator.get_memory_info(device)
-        return int(free)
-
-    def synchronize(self, device: torch.device) -> None:
-        """Wait until the device has done what it was given."""
-        if self.name != "cpu":
-            import torch
-
-            torch.accelerator.synchronize(device)
-
-
-TARGETS = {
-    target.name: target
-    for target in (
-        Target(name="cpu", staged=False, tested=True),
-        Target(
-            name="neuron",
-            packages=("torch_neuronx", "nki"),
-            collectives="neuron",
-            compiler="neuron",
-            cache_variable="TORCH_NEURONX_NEFF_CACHE_DIR",
-        ),
-        Target(name="cuda", packages=("triton",), collectives="nccl"),
-    )
-}
+        torch.accelerator.synchronize(device)
 
 
 def _importable(name: str) -> bool:

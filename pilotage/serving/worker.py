@@ -83,7 +83,7 @@ class PilotageWorker(WorkerBase):
             logger.warning("target %s: untested on hardware", self.target.name)
         if self.target.cache_variable is not None:
             os.environ.setdefault(self.target.cache_variable, str(compile_cache.root() / self.target.name))
-        self.device = self.target.device(self.local_rank)
+        self.device = targets.device(self.target, self.local_rank)
         current_platform.device_name = self.target.name  # where vLLM's groups of ranks look for the device
         init_distributed_environment(
             self.parallel_config.world_size,
@@ -126,7 +126,7 @@ class PilotageWorker(WorkerBase):
 
     @_explained
     def determine_available_memory(self) -> int:
-        free = self.target.free_bytes(self.device)
+        free = targets.free_bytes(self.target, self.device)
         if not self.target.staged:  # the ranks of this machine share its memory
             free //= layout.ranks_on_this_machine(self.vllm_config)
         if self.draft_model is not None:
@@ -172,7 +172,7 @@ class PilotageWorker(WorkerBase):
 
     def synchronize_device(self) -> None:
         """Wait until the device has done what it was given; on the CPU every call returns when its work is done."""
-        self.target.synchronize(self.device)
+        targets.synchronize(self.target, self.device)
 
     def record_start(self, directory: str, positions: list[int] | None = None) -> None:
         """See `runner.ModelRunner.record_start`."""

@@ -26,7 +26,7 @@ def parts(engine: bool) -> list[list[tuple[str, str]]]:
     """Each run with what it prints."""
     found: list[list[tuple[str, str]]] = []
     for what, text in pages.blocks(PAGE):
-        if what.startswith("run"):
+        if what.startswith(("run", "python")):
             found.append([])
         if found and not what.startswith("shows"):
             found[-1].append((what, text))
@@ -36,14 +36,14 @@ def parts(engine: bool) -> list[list[tuple[str, str]]]:
 def test_every_block_is_marked_and_what_is_shown_is_there(reader: Reader) -> None:
     fences = len(re.findall(r"^```\w+", PAGE.read_text(), re.MULTILINE))
     assert fences == len(pages.blocks(PAGE))
-    assert len(parts(engine=False)) == 7 and len(parts(engine=True)) == 1
+    assert len(parts(engine=False)) == 8 and len(parts(engine=True)) == 1
     for what, text in pages.blocks(PAGE):
         if what.startswith("shows"):
             reader.follow(what, text)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(7))
+@pytest.mark.parametrize("part", range(8))
 def test_a_command_prints_what_the_page_says(part: int, reader: Reader) -> None:
     for what, text in parts(engine=False)[part]:
         reader.follow(what, text)

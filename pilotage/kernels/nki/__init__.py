@@ -10,9 +10,9 @@ Where the real packages are installed they keep their names, and kernels go to t
 from __future__ import annotations
 
 from pilotage.kernels.nki import isa, language
-from pilotage.kernels.nki.estimate import Estimate, estimate
+from pilotage.kernels.nki.estimate import Estimate, estimate, summarise
 from pilotage.kernels.nki.faults import NkiValidationError
-from pilotage.kernels.nki.launch import Kernel, jit, simulate, simulating
+from pilotage.kernels.nki.launch import Kernel, jit, simulate, simulating, watched
 from pilotage.kernels.nki.names import install, real, uninstall
 
 if simulating():
@@ -30,5 +30,7 @@ __all__ = [
     "real",
     "simulate",
     "simulating",
+    "summarise",
     "uninstall",
+    "watched",
 ]

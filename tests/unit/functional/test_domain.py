@@ -14,8 +14,9 @@ from torch import Tensor
 import pilotage.functional as NF
 from pilotage.core.errors import BadInput, ConfigError
 from pilotage.functional import layout, registry
+from pilotage.functional.call import TensorSpec
 from pilotage.functional.domain import ELSEWHERE, MISSING, NO_GRADIENT, NOT_WORTH, OUTSIDE, Domain, Emulator, Limit
-from pilotage.functional.registry import TensorSpec, call_of
+from pilotage.functional.registry import call_of
 
 NAME = "tilted_for_test"
 
@@ -32,6 +33,11 @@ def tilted() -> Iterator[str]:
         del table[NAME]
     registry._decide.cache_clear()
     NF.reset_receipt()
+
+
+def test_a_target_that_is_none_is_refused_when_it_is_stated() -> None:
+    with pytest.raises(ConfigError, match="no target named 'trn2'"):
+        Domain(targets=("trn2",))
 
 
 def spec(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", grad: bool = False) -> TensorSpec:

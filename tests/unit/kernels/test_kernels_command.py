@@ -175,25 +175,26 @@ def test_estimate_counts_a_kernel_of_a_file(tmp_path: Path) -> None:
     assert once["label"] == "estimate" and once["assumptions"]
     with pytest.raises(BadInput, match="times not given"):
         run("estimate", f"{file}:copied", "--shape", "128,64")
-    with pytest.raises(BadInput, match="no kernel of ours is named 'rms'"):
+    with pytest.raises(BadInput, match="only an operator has letters"):
+        run("estimate", f"{file}:copied", "--shape", "128,64", "--dims", "T=3")
+
+
+def test_estimate_of_an_operator_fills_in_what_is_not_given() -> None:
+    with pytest.raises(BadInput, match=r"no operator with an NKI kernel is named 'rms'.*attention_decode.*write_kv"):
         run("estimate", "rms")
-    assert (
-        run(
-            "estimate",
-            "rms_norm",
-            "--shape",
-            "128,64",
-            "--shape",
-            "64",
-            "--option",
-            "eps=1e-6",
-            "--option",
-            "unit_offset=false",
-            "--option",
-            "round_once=false",
-        )[0]
-        == 0
+    with pytest.raises(BadInput, match="D is 9000, not <= 8192"):
+        run("estimate", "rms_norm", "--shape", "2,9000")
+    code, printed = run("estimate", "rms_norm", "--shape", "130,64", "--json")
+    told = json.loads(printed)
+    assert code == 0 and told["kernel"] == "rms_norm"
+    assert told["dma_bytes"] == (2 * 130 * 64 + 130 * 64) * 2, "rows in and out, and the weight into every row"
+    for operator in ("expert_affinities", "write_kv", "rotary"):
+        assert json.loads(run("estimate", operator, "--json")[1])["dma_bytes"] > 0
+    few, many = (
+        json.loads(run("estimate", "attention_decode", "--dims", f"T=2,N=4,K=2,H=32,M={pages}", "--json")[1])
+        for pages in (2, 16)
     )
+    assert few["matmul_macs"] < many["matmul_macs"]
 
 
 def test_a_file_that_is_not_there_is_a_sentence() -> None:

@@ -441,3 +441,78 @@ def test_library_moe_prefill(strategy: str) -> None:
         mlp = (torch.nn.functional.silu(gate) * up) @ down[expert].float()
         truth += weights[:tokens, expert : expert + 1].float() * mlp
     close(f"nkilib moe_cte {strategy} [2]", out.reshape(-1, width)[:tokens], truth, 1e-2, started)
+
+
+@pytest.fixture
+def microscaling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The kernels of the tutorial on microscaling, for the generation that has it."""
+    folder = SAMPLES / _TUTORIALS / "mxfp-matmul"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not there")
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn3")
+    monkeypatch.syspath_prepend(str(folder))
+    yield importlib.import_module("mx_kernels")
+    for name in ("mx_kernels", "mx_kernel_utils"):
+        sys.modules.pop(name, None)
+
+
+def _exact(rng: Any, *shape: int) -> Any:
+    """Numbers that every 8-bit type holds, whatever power of two its group is divided by."""
+    return (rng.choice([1.0, 1.25, 1.5, 1.75], shape) * rng.choice([-1.0, 1.0], shape)).astype(np.float32)
+
+
+_PACKED = {"float8_e4m3fn": np.uint32, "float8_e5m2": np.uint32, "float4_e2m1fn": np.uint16}
+
+
+def _packed(rng: Any, kind: str, width: int) -> tuple[Any, Any, Any]:
+    """Make [128, width] elements of four packed values, a scale for every 8 rows, and what they stand for."""
+    if kind == "float4_e2m1fn":
+        values = rng.choice([-6.0, -3.0, -1.5, -0.5, 0.5, 1.0, 2.0, 4.0], (128, width, 4)).astype(np.float32)
+        nibbles = values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8).astype(np.uint16)
+        packed = (nibbles << np.array([0, 4, 8, 12], np.uint16)).sum(-1, dtype=np.uint16)
+    else:
+        values = _exact(rng, 128, width, 4)
+        packed = values.astype(getattr(ml_dtypes, kind)).view(np.uint8).view(_PACKED[kind])[..., 0]
+    scales = rng.integers(125, 130, (16, width)).astype(np.uint8)
+    meant = values * np.exp2(scales.astype(np.float32) - 127).repeat(8, axis=0)[..., None]
+    return packed, scales, meant
+
+
+@pytest.mark.parametrize("kind", _PACKED)
+def test_sample_microscaling_of_packed_operands(kind: str, microscaling: Any) -> None:
+    from pilotage.kernels.nki import language as nl
+
+    rng = np.random.default_rng(0)
+    (a, a_scales, wide_a), (b, b_scales, wide_b) = _packed(rng, kind, 128), _packed(rng, kind, 512)
+    started = time.perf_counter()
+    out = microscaling.kernel_offline_quantized_mx_matmul(a, a_scales, b, b_scales, getattr(nl, f"{kind}_x4"))
+    truth = np.einsum("pmv,pnv->mn", wide_a, wide_b)
+    close(f"nki-samples microscaling matmul, packed {kind}", out.astype(np.float32), truth, 3e-3, started)
+
+
+@pytest.mark.parametrize("kind", ["float8_e4m3fn", "float8_e5m2"])
+def test_sample_microscaling_quantised_in_the_kernel(kind: str, microscaling: Any) -> None:
+    from pilotage.kernels.nki import language as nl
+
+    rng = np.random.default_rng(0)
+    a, a_scales, wide_a = _packed(rng, kind, 128)
+    b = _exact(rng, 128, 2048)
+    dtype = getattr(nl, f"{kind}_x4")
+    started = time.perf_counter()
+    out = microscaling.kernel_on_device_quantize_matmul_mx(a, a_scales, b.astype(ml_dtypes.bfloat16), dtype, dtype)
+    truth = np.einsum("pmv,pnv->mn", wide_a, b.reshape(128, 512, 4))
+    close(f"nki-samples microscaling matmul, moving quantised {kind}", out.astype(np.float32), truth, 3e-3, started)
+
+
+@pytest.mark.parametrize("copied", [True, False], ids=["tensor_copy", "dma"])
+def test_sample_microscaling_laid_out_by_strides(copied: bool, microscaling: Any) -> None:
+    from pilotage.kernels.nki import language as nl
+
+    rng = np.random.default_rng(0)
+    a, b = (_exact(rng, 512, width) for width in (128, 512))
+    started = time.perf_counter()
+    out = microscaling.kernel_copy_strided_quantize_matmul_mx(
+        a.astype(ml_dtypes.bfloat16), b.astype(ml_dtypes.bfloat16), nl.float8_e5m2_x4, copied
+    )
+    label = f"nki-samples microscaling matmul, both quantised, strided {'copy' if copied else 'DMA'}"
+    close(label, out.astype(np.float32), a.T @ b, 3e-3, started)

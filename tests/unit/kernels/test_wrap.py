@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pilotage.core.errors import BadInput, ConfigError, PilotageError, Unsupported
-from pilotage.kernels import launch_numpy, wrap_kernel, wrap_nki
+from pilotage.kernels import Sharding, launch_numpy, wrap_kernel, wrap_nki
 
 RUNS: list[tuple[int, ...]] = []
 
@@ -211,6 +212,23 @@ def test_other_mistakes_are_sentences() -> None:
         SUM[1.5]
     with pytest.raises(TypeError, match="missing argument 'factor'"):
         SUM(*inputs())
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"tensors": {"x": "T D"}, "results": ("T",)}, r"tensors \['x'\] for the arguments \['bias', 'weight', 'x'\]"),
+        ({"results": ("T", "T")}, "2 results of 1"),
+        ({"split": ("D",)}, "D is split, and a result has no D"),
+        ({"sums": ("T",)}, "T is summed over, and a result has it"),
+    ],
+)
+def test_a_sharding_rule_that_does_not_fit_is_refused(rule: dict[str, Any], message: str) -> None:
+    right = {"tensors": {"x": "T D", "weight": "D", "bias": "T"}, "results": ("T",)}
+    with pytest.raises(ConfigError, match=message):
+        wrap_kernel(scaled_sum_numpy, scaled_sum, name="ruled", sharding=Sharding(**{**right, **rule}))
+    with pytest.raises(ConfigError, match="sharding says nothing without a fallback"):
+        wrap_kernel(scaled_sum_numpy, name="ruled", sharding=Sharding(**right))
 
 
 def test_the_documented_path() -> None:

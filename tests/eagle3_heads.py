@@ -16,7 +16,7 @@ from pilotage.models.common.paging import build_metadata
 from pilotage.models.eagle3 import weights
 
 AUX = (1, 2, 3)
-SIZE = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 12, "intermediate_size": 84}
+SIZE = {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 12, "intermediate_size": 84}
 
 
 def our_model(path: Path) -> Any:

@@ -44,6 +44,11 @@ MAX_CONTROL_RATIO = 4.0
 # The floors are where nothing is wrong, so a bound under 1 floor says nothing; the row gain reached 0.92 of its own.
 MIN_MODEL_BOUND = 1.0
 MIN_GAIN_BOUND = 1.5
+# Where nothing is summed in a half precision, all that is correct rounds as often as the baseline or less. Rounding
+# twice in place of once makes the pooled error 1.41 times as large, three times in place of twice 1.22 times. To the
+# bound comes what two draws of one error law differ by: so many over the root of the number of elements.
+ALIKE_RATIO = 1.15
+ALIKE_DRAWS = 3.0
 # Share of elements that may differ where none has a reason to.
 MAX_UNLIKE = 1e-3
 # For single fp32 tensors, without controls of their own.
@@ -231,6 +236,34 @@ def floored(target: Tensor, expected: Tensor, baseline: Tensor, *, name: str) ->
             strict=True,
         )
     ]
+
+
+def alike_bound(elements: int) -> float:
+    """Bound the ratio of two pooled errors over so many elements, where both round as often."""
+    return ALIKE_RATIO + ALIKE_DRAWS / math.sqrt(elements)
+
+
+def rounds_alike(target: Tensor, exact: Tensor, baseline: Tensor, *, name: str) -> Verdict:
+    """Judge what is computed in fp32 and then rounded, by how much is lost to rounding.
+
+    Args:
+        target: what is tested, in a half precision.
+        exact: fp32 arithmetic on the same rounded weights and inputs, same shape.
+        baseline: a trusted implementation in the target's dtype, same shape.
+        name: what is compared, for the claim.
+    """
+    lost, others = (metrics.errors(x, exact).square().sum().item() for x in (target, baseline))
+    ratio = math.sqrt(lost / others) if others else (0.0 if lost == 0 else math.inf)
+    bound = alike_bound(max(target.numel(), 1))
+    return Verdict(
+        claim=f"{name}: rounded no more often than the baseline",
+        metric="rounding_ratio",
+        estimate=ratio if math.isfinite(ratio) else None,
+        bound=bound,
+        bound_source=f"{ALIKE_RATIO}, and what two draws of one error law differ by",
+        n=target.numel(),
+        status=by_value(ratio, bound),
+    )
 
 
 def same_bits(target: Tensor, baseline: Tensor, *, name: str) -> Verdict:

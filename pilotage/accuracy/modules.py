@@ -136,7 +136,10 @@ def check(
                 results.append(_entry(job.label, job.kind, dtype_name, _rope(job, found, fp32, expected, baseline)))
                 continue
             values, decode = _compared(job, found, expected, baseline, fp32)
-            results.append(_entry(job.label, job.kind, dtype_name, _judge(job, dtype, *values), **decode))
+            verdicts = _judge(job, dtype, *values)
+            if dtype is not torch.float32 and found is not None and found.shape == values[2].shape:
+                verdicts += _to_the_bit(job, found, values[2], baseline)
+            results.append(_entry(job.label, job.kind, dtype_name, verdicts, **decode))
         hf.set_attention(fp32, "sdpa")
     return results
 
@@ -301,10 +304,16 @@ def _judge(job: Job, dtype: torch.dtype, target: Tensor | None, expected: Tensor
         return [gates.single(Status.NOT_MEASURED, claim, "module", "our model has no module of this name")]
     if dtype is torch.float32:
         return gates.floored(target, expected, baseline, name=name)
-    verdicts = gates.three_way(target, expected, baseline, rtol=metrics.RMS_FLOOR, name=name)
-    if job.kind == "embedding" and target.shape == baseline.shape:
-        verdicts.append(gates.same_bits(target, baseline, name=name))
-    return verdicts
+    return gates.three_way(target, expected, baseline, rtol=metrics.RMS_FLOOR, name=name)
+
+
+def _to_the_bit(job: Job, target: Tensor, other: Tensor, baseline: HFModules) -> list[Verdict]:
+    """Judge by its rounding what sums nothing in a half precision: a look-up has no other bits, a norm no more loss."""
+    if job.kind == "embedding":
+        return [gates.same_bits(target, other, name=job.label)]
+    if job.kind == "norm":
+        return [gates.rounds_alike(target, baseline.exactly(job.name, job.x), other, name=job.label)]
+    return []
 
 
 def _rope_jobs(kinds: Sequence[str], types: Sequence[str], fp32: Any, expected: HFModules) -> list[Job]:

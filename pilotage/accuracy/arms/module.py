@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -135,6 +136,13 @@ class HFModules:
             found = module(**given)
         else:
             found = module(x, *call.args, **call.kwargs) if call.key is None else module(**{call.key: x}, **call.kwargs)
+        return found[0] if isinstance(found, tuple) else found
+
+    @torch.inference_mode()
+    def exactly(self, name: str, x: Tensor) -> Tensor:
+        """Call a module that looks at its input alone in fp32, with weights and input as they are in this dtype."""
+        module = copy.deepcopy(self.decoder.get_submodule(name)).float()
+        found = module(x.to(self.dtype).float())
         return found[0] if isinstance(found, tuple) else found
 
     def routed(

@@ -21,7 +21,7 @@ MODELS = (
     *("deepseek_v3", "gemma2", "gemma3", "gemma4", "gpt_oss", "llama3"),
     *("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
 )
-LOCALISED = ("as served", "plain torch")  # clean runs in which localise is asked as well
+LOCALISED = ("as served", "plain torch")  # clean runs in which localise and the module checks are asked as well
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Clean:
 
     Attributes:
         model: tiny model. seed: of its weights. kernels: key of `KERNELS`.
-        localised: localise is asked as well.
+        localised: localise and the module checks are asked as well.
     """
 
     model: str

@@ -88,7 +88,10 @@ def _summary(report: Report) -> list[str]:
             if report.engine
             else []
         ),
-        ("clean runs with an alarm", f"{len(report.false_alarms)} of {len(clean)} ({localised} of them localised too)"),
+        (
+            "clean runs with an alarm",
+            f"{len(report.false_alarms)} of {len(clean)} ({localised} of them module by module too)",
+        ),
         ("time, one core", f"{minutes:.0f} min"),
     ]
     versions = f"Python {platform.python_version()}, torch {_torch()}, {platform.machine()}."

@@ -230,6 +230,8 @@ class Runner:
         if case.localised:
             with NF.forced(KERNELS[case.kernels]):
                 found = localise(str(bench.path), arms=ARMS, known=bench.known)
+                modules = bench.failing_modules()
+            alarms += [f"module: {module}" for module in modules]
             alarms += [f"localise: {culprit.key}" for culprit in found.culprits]
             if found.status is Status.NOT_MEASURED:
                 alarms.append("localise: not measured")

@@ -29,13 +29,6 @@ EXACTER = 2.0
 # In units of the largest control. Clean models, in process, compiled and on two ranks, reached at most: pooled 1.0, row
 # 1.7, element 1.15, gain 2.1 (docs/localise.md).
 BOUNDS = {"rms": 1.4, "row": 3.0, "element": 4.0, "gain": 3.0, "unlike": 1.0}
-# Where every control has the same error to the bit, nothing is summed and there is one way to round: another correct
-# one rounds as often or less. Rounding once more makes the pooled error 1.41 times as large. To this bound comes what
-# two draws of one error law differ by, so many over the root of the number of elements.
-ALIKE_RMS = 1.15
-ALIKE_DRAWS = 3.0
-# Share of elements that may differ where none has a reason to.
-UNLIKE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +195,7 @@ def score(
     statistics["element"] = _over(target.element, unit)
     statistics["gain"] = _gain(target, controls, dtype, floor, rounds_once)
     if unlike is not None:
-        statistics["unlike"] = unlike / UNLIKE
+        statistics["unlike"] = unlike / gates.MAX_UNLIKE
 
     bounds = {name: slack * bounds.get(name, BOUNDS[name.split("_")[0]]) for name in statistics}
     scores = {name: value / bounds[name] for name, value in statistics.items()}
@@ -224,8 +217,11 @@ def score(
 
 
 def _pooled_bound(elements: int | None) -> float:
-    """Bound the pooled error, over so many elements of a site where all controls are alike, None for another site."""
-    return BOUNDS["rms"] if elements is None else min(BOUNDS["rms"], ALIKE_RMS + ALIKE_DRAWS / math.sqrt(elements))
+    """Bound the pooled error, over so many elements of a site where all controls are alike, None for another site.
+
+    Where every control has the same error to the bit, nothing is summed and there is one way to round.
+    """
+    return BOUNDS["rms"] if elements is None else min(BOUNDS["rms"], gates.alike_bound(elements))
 
 
 def _by_row(target: SiteErrors, controls: Sequence[SiteErrors], floor: Floors) -> Tensor:

@@ -121,6 +121,20 @@ def test_a_look_up_has_one_way_to_round() -> None:
     assert gates.same_bits(home.clone(), home, name="x").status is Status.PASS
 
 
+def test_rounding_once_more_is_told_from_rounding_elsewhere() -> None:
+    """A norm that rounds before its weight, where the model's rounds after it."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(80, 60, generator=generator), 1 + 0.3 * torch.randn(60, generator=generator)
+    weight = weight.bfloat16().float()
+    exact = weight * x
+    once, twice = exact.bfloat16(), (weight * x.bfloat16().float()).bfloat16()
+    assert gates.rounds_alike(once, exact, once, name="x").status is Status.PASS
+    assert gates.rounds_alike(once, exact, twice, name="x").status is Status.PASS  # less is no fault
+    found = gates.rounds_alike(twice, exact, once, name="x")
+    assert found.status is Status.FAIL and 1.2 < (found.estimate or 0) < 1.6
+    assert gates.rounds_alike(exact, exact, exact, name="x").status is Status.PASS
+
+
 def test_three_way_edges() -> None:
     expected = torch.randn(40, 40)
     noisy = expected + 0.01 * torch.randn(40, 40)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pilotage.accuracy import gates
 from pilotage.accuracy.localise import blame, score
 from pilotage.accuracy.localise.blame import Facts, Finding
 from pilotage.core.nouns import Status
@@ -103,7 +104,7 @@ def test_rounding_once_more_is_seen_where_all_controls_round_alike() -> None:
 def test_of_a_look_up_every_bit_counts() -> None:
     exact = [score.measure(EXPECTED, EXPECTED)]
     floor = score.floors(torch.bfloat16)
-    for unlike, status in ((0.0, Status.PASS), (2 * score.UNLIKE, Status.FAIL)):
+    for unlike, status in ((0.0, Status.PASS), (2 * gates.MAX_UNLIKE, Status.FAIL)):
         found = score.score(
             score.measure(EXPECTED, EXPECTED), exact, PHASES, torch.bfloat16, floor, rounds_once=True, unlike=unlike
         )

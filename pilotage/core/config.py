@@ -47,7 +47,7 @@ class TargetConfig:
         "number itself. A smaller largest bucket lowers `max_num_seqs` to it.",
     )
     max_prefill_seqs: int = _setting(
-        4,
+        8,
         "Rows of the block table in every prefill graph: up to this many requests share one prefill forward; more are "
         "run in several.",
     )

@@ -20,7 +20,7 @@ from pilotage.functional.latent import latent_queries, latent_values
 from pilotage.functional.moe import expert_affinities, experts, router, router_logits
 from pilotage.functional.native import load_kernels
 from pilotage.functional.norm import rms_norm
-from pilotage.functional.padding import padded
+from pilotage.functional.padding import only_wanted, padded
 from pilotage.functional.projections import (
     ACTIVATIONS,
     activation_function,
@@ -68,6 +68,7 @@ __all__ = [
     "load_kernels",
     "mlp",
     "o_proj",
+    "only_wanted",
     "operator",
     "padded",
     "qkv_proj",

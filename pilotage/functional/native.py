@@ -16,7 +16,7 @@ import pilotage.functional.attention
 import pilotage.functional.projections
 import pilotage.functional.sampling  # noqa: F401  the operators exist before implementations of them register
 from pilotage.functional.domain import Domain, Limit
-from pilotage.functional.padding import ends_of
+from pilotage.functional.padding import ends_of, wanted_of
 from pilotage.functional.registry import kernels_disabled, picking, register
 from pilotage.kernels import cpu
 
@@ -37,7 +37,11 @@ def load_kernels() -> dict[str, str]:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.ops.pilotage.native_linear(x, weight, bias, ends_of(x))
+    return torch.ops.pilotage.native_linear(x, weight, bias, ends_of(x), None)
+
+
+def _o_proj(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.pilotage.native_linear(x, weight, bias, ends_of(x), wanted_of(x))
 
 
 def _qkv_proj(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -54,8 +58,8 @@ def _mlp(
     activation: str,
 ) -> Tensor:
     number = _ACTIVATIONS[activation]
-    ends = ends_of(x)
-    return torch.ops.pilotage.native_mlp(x, gate_up_weight, down_weight, gate_up_bias, down_bias, number, ends)
+    rows = ends_of(x), wanted_of(x)
+    return torch.ops.pilotage.native_mlp(x, gate_up_weight, down_weight, gate_up_bias, down_bias, number, *rows)
 
 
 def _compiled(name: str) -> Callable[..., Any]:
@@ -97,7 +101,7 @@ _WRITE_DOMAIN = Domain(targets=("cpu",), one_dtype=("k_cache", "v_cache", "k", "
 
 for _operator, _function in (
     ("linear", _linear),
-    ("o_proj", _linear),
+    ("o_proj", _o_proj),
     ("lm_head", _linear),
     ("qkv_proj", _qkv_proj),
 ):

@@ -1,7 +1,8 @@
-"""Rows of padding: a graph has a fixed number of token rows, and a step rarely fills it.
+"""Rows that nobody looks at: a graph has a fixed number of token rows, and a step rarely fills it.
 
-Inside `padded` an implementation may leave out what nobody looks at: the rows of a bucket after its last token.
-The definitions compute them like all others.
+Inside `padded` an implementation may leave out the rows of a bucket after its last token. Inside `only_wanted` the
+output projection and the MLP may leave out more: of a prompt, a model's last layer makes nothing that is read later but
+the row that is sampled from. The definitions compute all rows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 class _State:
     num_rows = 0
     ends: Tensor | None = None
+    wanted: Tensor | None = None
 
 
 @contextlib.contextmanager
@@ -36,3 +38,22 @@ def padded(num_rows: int, ends: Tensor | None) -> Iterator[None]:
 def ends_of(x: Tensor) -> Tensor | None:
     """Return the tensor whose last entry says how many rows of x [rows, ...] are real; None for all."""
     return _State.ends if x.ndim == 2 and x.shape[0] == _State.num_rows else None
+
+
+@contextlib.contextmanager
+def only_wanted(rows: Tensor | None) -> Iterator[None]:
+    """Say which rows of attention's and the MLP's output are read, inside `padded`.
+
+    Args:
+        rows: [num_rows + 1] int32, their count and then their numbers; None for all.
+    """
+    before, _State.wanted = _State.wanted, rows
+    try:
+        yield
+    finally:
+        _State.wanted = before
+
+
+def wanted_of(x: Tensor) -> Tensor | None:
+    """Return the tensor that lists the wanted rows of x [rows, ...]; None for all."""
+    return _State.wanted if x.ndim == 2 and x.shape[0] == _State.num_rows else None

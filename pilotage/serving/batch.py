@@ -139,6 +139,8 @@ class StepInputs:
         sampled_tokens: [*] int64, what the last run sampled; None where the graph does not sample.
         inputs_embeds: [T, D], rows that take the place of embedded tokens; None where no request may bring its own.
         is_token_ids: [T] bool, False for those rows; with `inputs_embeds`.
+        wanted_rows: [T + 1] int32, how many rows of the hidden states are read and then which: all that are real, until
+            `want_sampled` says otherwise. None in a decode graph, which reads them all.
         hidden_states: [T, D], for a draft head that continues a model's; None for every other model.
         aux_hidden_states: [T, *], hidden states that the last run handed out for a draft head; None without one.
     """
@@ -175,6 +177,9 @@ class StepInputs:
             "decode_token_threshold": decode_token_threshold,
             "positions": self.positions,
         }
+        self.wanted_rows = torch.zeros(size + 1, dtype=torch.int32) if kind == "prefill" else None
+        if self.wanted_rows is not None:
+            self.attn_metadata["wanted_rows"] = self.wanted_rows
         for group, slots, table in zip(self.groups, self.slot_mappings, self.block_tables, strict=True):
             shared = {
                 "block_table_tensor": table,
@@ -267,7 +272,7 @@ class StepInputs:
         own = [self.input_ids, self.positions, self.sampling_positions, self.query_start_loc, self.seq_lens]
         some = (
             *(self.sampling_params, self.sampling_noise),
-            *(self.inputs_embeds, self.is_token_ids, self.hidden_states),
+            *(self.inputs_embeds, self.is_token_ids, self.hidden_states, self.wanted_rows),
         )
         own += [tensor for tensor in some if tensor is not None]
         return [*own, self.cached_seq_len, self.token_to_req, *self.slot_mappings, *self.block_tables]
@@ -285,6 +290,14 @@ class StepInputs:
             self.sampling_params.zero_()
         if self.is_token_ids is not None:
             self.is_token_ids.fill_(True)
+        if self.wanted_rows is not None:
+            self.wanted_rows.zero_()
+
+    def want_sampled(self) -> None:
+        """Let the last layer leave out what only hidden states of other rows would show; after `fill`."""
+        if self.wanted_rows is not None:
+            self.wanted_rows[0] = self.sampled
+            self.wanted_rows[1 : self.sampled + 1] = self.sampling_positions[: self.sampled]
 
     def sampled_rows(self, forward: Forward, counts: Sequence[int]) -> list[range | None]:
         """Say which rows of logits are those of each request's last tokens.
@@ -363,6 +376,9 @@ class StepInputs:
         arrays["cached_seq_len"][:n] = start
         self.sampled = total if self.verifies else n
         arrays["sampling_positions"][: self.sampled] = np.arange(total) if self.verifies else ends - 1
+        if self.wanted_rows is not None:
+            self.wanted_rows[0] = total
+            self.wanted_rows[1 : total + 1] = torch.arange(total, dtype=torch.int32)
         arrays["query_start_loc"][1 : n + 1] = ends
         arrays["query_start_loc"][n + 1 :] = total
         for group, source, table, slots in zip(self.groups, block_tables, self._tables_np, self._slots_np, strict=True):

@@ -391,6 +391,12 @@ def _options() -> dict[str, Any]:
         "fx_graph_cache": False,  # the graph file holds its result
         # torch shells out to openssl for this; a minimal machine has none.
         "cpp_cache_precompile_headers": shutil.which("openssl") is not None,
+        # Inputs have one shape and the operators' results are known: looking again costs a step as much as a layer.
+        "size_asserts": False,
+        "alignment_asserts": False,
+        # The loops of a few rows are over before a second thread has begun; with the other core at work on requests,
+        # waiting for it can take milliseconds.
+        "cpp.min_chunk_size": 4096,
     }
     return options
 

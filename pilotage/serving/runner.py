@@ -176,6 +176,8 @@ class ModelRunner:
             wanted = [counts[row] for row in forward.rows]
             if device is not None:
                 device.fill(inputs, forward, rows, self.requests.states, unfinished, wanted)
+            if not self._reads_hidden_states and max(counts) == 1:
+                inputs.want_sampled()
             ids = [rows.req_ids[row] for row in forward.rows]
             self.probing.before(inputs, forward, ids, self.requests.states)
             all_logits, states = self.graphs.run(inputs)
@@ -203,6 +205,16 @@ class ModelRunner:
         assert logits is not None
         self._pending = (step, scheduled, logits, hidden)
         return None
+
+    @property
+    def _reads_hidden_states(self) -> bool:
+        """Whether hidden states are read at other rows than those that are sampled from."""
+        return bool(
+            self.prompt_scores.wanted
+            or self.recorder is not None
+            or self.proposer is not None
+            or self.graphs.taps is not None
+        )
 
     def _sampled(
         self, inputs: batch.StepInputs, forward: batch.Forward, logits: Tensor, states: Tensor, counts: Sequence[int]

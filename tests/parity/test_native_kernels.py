@@ -236,6 +236,57 @@ def test_rows_of_padding_are_left_out(real: int) -> None:
         assert not got[real:].any()
 
 
+@pytest.mark.parametrize("listed", [[], [4], [3, 39, 0], list(range(40))])
+def test_only_wanted_rows_are_computed(listed: list[int]) -> None:
+    torch.manual_seed(len(listed))
+    x = torch.randn(40, 64).bfloat16()
+    gate_up, down = torch.randn(160, 64).bfloat16() * 0.1, torch.randn(64, 80).bfloat16() * 0.1
+    rows = torch.tensor([len(listed), *listed, *[99] * (40 - len(listed))], dtype=torch.int32)
+    with torch.no_grad(), NF.forced({"linear": "native", "o_proj": "native", "mlp": "native"}), NF.padded(40, None):
+        whole = [NF.o_proj(x, gate_up), NF.mlp(x, gate_up, down, activation="silu")]
+        with NF.only_wanted(rows):
+            results = [NF.o_proj(x, gate_up), NF.mlp(x, gate_up, down, activation="silu")]
+            assert torch.equal(NF.linear(x, gate_up), whole[0])  # keys and values of every row are read later
+    left_out = [row for row in range(40) if row not in listed]
+    for got, expected in zip(results, whole, strict=True):
+        torch.testing.assert_close(got[listed], expected[listed], rtol=1e-2, atol=1e-2)
+        assert not got[left_out].any()
+
+
+def test_a_row_that_does_not_exist_cannot_be_wanted() -> None:
+    x, weight = torch.randn(4, 32).bfloat16(), torch.randn(8, 32).bfloat16()
+    rows = torch.tensor([2, 0, 4, 0, 0], dtype=torch.int32)
+    forced, listed = NF.forced({"o_proj": "native"}), NF.only_wanted(rows)
+    with torch.no_grad(), forced, NF.padded(4, None), listed, pytest.raises(RuntimeError, match="no row 4"):
+        NF.o_proj(x, weight)
+
+
+@pytest.mark.parametrize("rows", [9, 64, 300, 700])
+def test_many_rows_and_narrow_weights(rows: int) -> None:
+    """Rows in several parts, blocks that are fetched ahead, k in several panels."""
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, 2100).bfloat16(), torch.randn(330, 2100).bfloat16()
+    with torch.no_grad(), NF.forced({"linear": "native"}):
+        got = NF.linear(x, weight)
+    torch.testing.assert_close(got.double(), x.double() @ weight.double().T, rtol=2**-8, atol=5e-3)
+
+
+def test_memory_of_a_large_result_is_used_again_and_never_while_it_is_held() -> None:
+    x, weight = torch.ones(40, 32).bfloat16(), torch.ones(40_000, 32).bfloat16()
+    with torch.no_grad(), NF.forced({"linear": "native"}):
+        held = NF.linear(x, weight)  # 3 MB
+        other = NF.linear(2 * x, weight)
+        assert held.data_ptr() != other.data_ptr()
+        assert (held == 32).all() and (other == 64).all()
+        address = other.data_ptr()
+        part = other[3]
+        del other
+        third = NF.linear(3 * x, weight)
+        assert third.data_ptr() != address and (part == 64).all()  # a view holds it too
+        del part
+        assert NF.linear(4 * x, weight).data_ptr() == address
+
+
 def test_activations_at_the_ends() -> None:
     """Saturated gates, and NaN stays NaN."""
     ends = torch.tensor([-300.0, -90.0, -20.0, -3.0, -1e-3, 0.0, 1e-3, 3.0, 20.0, 300.0, float("nan")]).bfloat16()

@@ -102,15 +102,32 @@ inline void lay_out_rows(const bf16* const* rows, int n, int64_t k, bf16* panel)
 
 using Sums = f32x16[kRowsAtATime][kPanelRows / 16];
 
+// Rows of a weight that are needed next, fetched into the second-level cache while something is multiplied.
+struct Ahead {
+  const bf16* row = nullptr;
+  int64_t stride = 0, columns = 0, rows = 0;
+  int lines = 0;   // with every 32 columns of a product
+  int64_t at = 0;  // column in the row
+
+  void fetch() {
+    for (int line = 0; line < lines && rows > 0; ++line) {
+      __builtin_prefetch(row + at, 0, 2);
+      at += 32;
+      if (at >= columns) at = 0, row += stride, --rows;
+    }
+  }
+};
+
 // sums += MR rows of x, `stride` apart, times a panel of `k` (a multiple of 32) columns.
 template <int MR>
-inline void multiply_tile(const bf16* x, int64_t stride, const bf16* panel, int64_t k, Sums& sums) {
+inline void multiply_tile(const bf16* x, int64_t stride, const bf16* panel, int64_t k, Sums& sums, Ahead* ahead = nullptr) {
   f32x16 acc[MR][4];
   for (int m = 0; m < MR; ++m) {
     for (int j = 0; j < 4; ++j) acc[m][j] = sums[m][j];
   }
   for (int64_t i = 0; i < k; i += 32) {
     for (int m = 0; m < MR; ++m) __builtin_prefetch(x + (MR + m) * stride + i);  // of the next tile
+    if (ahead) ahead->fetch();
     for (int64_t at = i; at < i + 32; at += 2) {
       Pack<bf16> w[4];
       for (int j = 0; j < 4; ++j) w[j] = Pack<bf16>::load(panel + at * kPanelRows + 32 * j);
@@ -127,14 +144,14 @@ inline void multiply_tile(const bf16* x, int64_t stride, const bf16* panel, int6
   }
 }
 
-inline void multiply_tile(int rows, const bf16* x, int64_t stride, const bf16* panel, int64_t k, Sums& sums) {
+inline void multiply_tile(int rows, const bf16* x, int64_t stride, const bf16* panel, int64_t k, Sums& sums, Ahead* ahead) {
   switch (rows) {
-    case 6: return multiply_tile<6>(x, stride, panel, k, sums);
-    case 5: return multiply_tile<5>(x, stride, panel, k, sums);
-    case 4: return multiply_tile<4>(x, stride, panel, k, sums);
-    case 3: return multiply_tile<3>(x, stride, panel, k, sums);
-    case 2: return multiply_tile<2>(x, stride, panel, k, sums);
-    default: return multiply_tile<1>(x, stride, panel, k, sums);
+    case 6: return multiply_tile<6>(x, stride, panel, k, sums, ahead);
+    case 5: return multiply_tile<5>(x, stride, panel, k, sums, ahead);
+    case 4: return multiply_tile<4>(x, stride, panel, k, sums, ahead);
+    case 3: return multiply_tile<3>(x, stride, panel, k, sums, ahead);
+    case 2: return multiply_tile<2>(x, stride, panel, k, sums, ahead);
+    default: return multiply_tile<1>(x, stride, panel, k, sums, ahead);
   }
 }
 
@@ -162,18 +179,25 @@ inline T* own_memory(int64_t count) {
 }
 
 // The product of x [m, k_padded] with `rows` <= 64 rows of the weight; `store(row, sums)` gets the 64 sums of each row of x.
+// `next`: the rows of a weight of the same k that this thread takes next, or null.
 template <typename Store>
-inline void multiply_panel(const bf16* x, int64_t m, int64_t k_padded, const bf16* w, int64_t rows, int64_t k, Store store) {
+inline void multiply_panel(const bf16* x, int64_t m, int64_t k_padded, const bf16* w, int64_t rows, int64_t k, const bf16* next, Store store) {
   bf16* panel = own_memory<bf16, 0>(Panel::size(std::min(k, kPanelK)));
   float* kept = k > kPanelK ? own_memory<float, 1>(m * kPanelRows) : nullptr;
+  const int64_t tiles = (m + kRowsAtATime - 1) / kRowsAtATime;
   for (int64_t i = 0; i < k; i += kPanelK) {
-    const int64_t columns = std::min(kPanelK, k - i);
+    const int64_t columns = std::min(kPanelK, k - i), after = i + columns;
     Panel::lay_out(w + i, k, rows, columns, panel);
+    Ahead ahead;
+    if (after < k || next) {
+      const bf16* from = after < k ? w + after : next;
+      ahead = {from, k, std::min(kPanelK, after < k ? k - after : k), rows, int((kPanelRows + tiles - 1) / tiles)};
+    }
     for_tiles(m, [&](int64_t first, int count) {
       Sums sums = {};
       if (i) std::memcpy(sums, kept + first * kPanelRows, count * sizeof(sums[0]));
-      multiply_tile(count, x + first * k_padded + i, k_padded, panel, (columns + 31) / 32 * 32, sums);
-      if (i + columns < k) {
+      multiply_tile(count, x + first * k_padded + i, k_padded, panel, (columns + 31) / 32 * 32, sums, &ahead);
+      if (after < k) {
         std::memcpy(kept + first * kPanelRows, sums, count * sizeof(sums[0]));
       } else {
         for (int r = 0; r < count; ++r) store(first + r, sums[r]);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "vec.h"
 
@@ -16,9 +17,9 @@ constexpr int kWeightRowsAtATime = 128;  // what a thread takes at a time; every
 constexpr int64_t kPrefetch = 8192;
 
 // out[m, n] for MR rows of x and `rows_w` <= 16 / MR rows of the weight: sixteen sums, reduced together. Each sum adds
-// its products in the same order whatever MR is. `fresh`: the weight has to come from memory.
-template <typename T, int MR>
-inline void linear_tile(const T* x, const T* w, const T* bias, T* out, int rows_w, int64_t k, int64_t k_padded, int64_t out_stride, bool fresh = true) {
+// its products in the same order whatever MR is. With every 32 columns LINES lines from `ahead` on are fetched.
+template <typename T, int MR, int LINES = 0>
+inline void linear_tile(const T* x, const T* w, const T* bias, T* out, int rows_w, int64_t k, int64_t k_padded, int64_t out_stride, const T* ahead = nullptr) {
   constexpr int NR = MR == 3 ? 4 : 16 / MR;
   f32x16 sum[16] = {};
   const T* weight[NR];
@@ -33,10 +34,9 @@ inline void linear_tile(const T* x, const T* w, const T* bias, T* out, int rows_
       for (int64_t i = 0; i < whole; i += 32) step(n, i);
     }
   } else {  // all sums at once, in registers
-    const T* ahead = w + kPrefetch;
     for (int64_t i = 0; i < whole; i += 32) {
       for (int n = 0; n < NR; ++n) {
-        if (fresh) __builtin_prefetch(ahead + i * NR + n * 32, 0, 2);
+        if (n < LINES) __builtin_prefetch(ahead + i * LINES + n * 32, 0, 2);
         step(n, i);
       }
     }
@@ -64,10 +64,10 @@ inline void linear_tile(const T* x, const T* w, const T* bias, T* out, int rows_
   }
 }
 
-// `rows_w` rows of the weight, a few at a time, with all rows of x: what a weight's row is worth is done while it is in the
-// first-level cache.
+// `rows_w` rows of the weight, a few at a time, with all rows of x, at most 16: what a weight's row is worth is done while
+// it is in the first-level cache. `next` follows the block in time; it is fetched at the block's end.
 template <typename T>
-void linear_rows(const T* x, const T* w, const T* bias, T* out, int64_t m, int64_t rows_w, int64_t k, int64_t k_padded, int64_t out_stride) {
+void linear_rows(const T* x, const T* w, const T* bias, T* out, int64_t m, int64_t rows_w, int64_t k, int64_t k_padded, int64_t out_stride, const T* next) {
   const int64_t together = m == 1 ? 16 : m == 2 ? 8 : 4;
   for (int64_t n = 0; n < rows_w; n += together) {
     const int count = int(std::min(together, rows_w - n));
@@ -77,13 +77,25 @@ void linear_rows(const T* x, const T* w, const T* bias, T* out, int64_t m, int64
     } else if (m == 2) {
       linear_tile<T, 2>(x, w + n * k, b, out + n, count, k, k_padded, out_stride);
     } else {
-      // The last four rows may overlap those before; what is computed twice comes out the same.
-      for (int64_t row = 0; row < m; row += 4) {
-        const int64_t first = m < 4 ? 0 : std::min(row, m - 4);
-        if (m == 3) {
-          linear_tile<T, 3>(x, w + n * k, b, out + n, count, k, k_padded, out_stride);
-        } else {
-          linear_tile<T, 4>(x + first * k_padded, w + n * k, b, out + first * out_stride + n, count, k, k_padded, out_stride, row == 0);
+      const int64_t at = n * k + kPrefetch;
+      const T* ahead = at < rows_w * k || !next ? w + at : next + (at - rows_w * k);
+      if (m == 3) {
+        linear_tile<T, 3, 4>(x, w + n * k, b, out + n, count, k, k_padded, out_stride, ahead);
+        continue;
+      }
+      // The memory works while the sums do: what is fetched ahead is divided among the passes over these rows.
+      const int64_t passes = (m + 3) / 4, lines = passes == 1 ? 4 : passes == 2 ? 2 : 1;
+      for (int64_t pass = 0; pass < passes; ++pass) {
+        // The last four rows may overlap those before; what is computed twice comes out the same.
+        const int64_t first = std::min(4 * pass, m - 4);
+        const T* part = ahead + pass * lines * k;
+        const auto tile = [&](auto fetched) {
+          linear_tile<T, 4, decltype(fetched)::value>(x + first * k_padded, w + n * k, b, out + first * out_stride + n, count, k, k_padded, out_stride, part);
+        };
+        switch (lines) {
+          case 4: tile(std::integral_constant<int, 4>{}); break;
+          case 2: tile(std::integral_constant<int, 2>{}); break;
+          default: tile(std::integral_constant<int, 1>{});
         }
       }
     }
@@ -93,12 +105,13 @@ void linear_rows(const T* x, const T* w, const T* bias, T* out, int64_t m, int64
 // One block of the weight's rows. The results are collected before they are written: rows of `out` often lie a multiple
 // of the cache's period apart, and would throw each other out.
 template <typename T>
-void linear_block(const T* x, const T* w, const T* bias, T* out, int64_t m, int64_t rows_w, int64_t k, int64_t k_padded, int64_t out_stride) {
+void linear_block(const T* x, const T* w, const T* bias, T* out, int64_t m, int64_t rows_w, int64_t k, int64_t k_padded, int64_t out_stride,
+                  const T* next = nullptr) {
   constexpr int64_t kTogether = 16;
   alignas(64) T kept[kTogether * kWeightRowsAtATime];
   for (int64_t done = 0; done < m; done += kTogether) {
     const int64_t rows = std::min(kTogether, m - done);
-    linear_rows<T>(x + done * k_padded, w, bias, kept, rows, rows_w, k, k_padded, kWeightRowsAtATime);
+    linear_rows<T>(x + done * k_padded, w, bias, kept, rows, rows_w, k, k_padded, kWeightRowsAtATime, next);
     for (int64_t i = 0; i < rows; ++i) {
       std::memcpy(out + (done + i) * out_stride, kept + i * kWeightRowsAtATime, rows_w * sizeof(T));
     }

@@ -2,7 +2,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <omp.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -14,7 +13,9 @@
 #include "attention.h"
 #include "attention_wide.h"
 #include "gemm.h"
+#include "kept_memory.h"
 #include "linear.h"
+#include "threads.h"
 
 namespace pilotage {
 namespace {
@@ -55,10 +56,39 @@ int64_t real_rows(int64_t m, const std::optional<Tensor>& ends) {
   return std::clamp<int64_t>(pointer<int32_t>(*ends)[(ends->numel() - 1) * ends->stride(0)], 0, m);
 }
 
-constexpr int64_t kFewRows = 32;  // up to here the weight is multiplied as it lies, from there on in panels
+// Calls `product(x, m, out)` for the first m rows of x, which are real, or, where `wanted` (a count, then as many row numbers)
+// lists fewer, for a copy of those. Rows of `out` that are not computed are zero.
+template <typename Product>
+void for_wanted_rows(const Tensor& x, const std::optional<Tensor>& ends, const std::optional<Tensor>& wanted, Tensor& out, Product product) {
+  const int64_t k = x.size(-1), n = out.size(-1), rows = x.numel() / k, m = real_rows(rows, ends);
+  if (!wanted) return product(x, m, out);
+  TORCH_CHECK(wanted->scalar_type() == at::kInt && wanted->is_contiguous() && wanted->numel() > 0, "wanted must be int32");
+  const int32_t* list = pointer<int32_t>(*wanted);
+  const int64_t count = list[0];
+  if (count >= m) return product(x, m, out);
+  TORCH_CHECK(count >= 0 && count < wanted->numel(), "wanted: more rows than are listed");
+  const Tensor picked = at::empty({count, k}, x.options());
+  Tensor found = at::empty({count, n}, out.options());
+  const int64_t in = k * x.element_size(), result = n * out.element_size();
+  const char* from = static_cast<const char*>(x.const_data_ptr());
+  char* to = static_cast<char*>(out.mutable_data_ptr());
+  for (int64_t i = 0; i < count; ++i) {
+    TORCH_CHECK(list[1 + i] >= 0 && list[1 + i] < rows, "wanted: there is no row ", list[1 + i]);
+    std::memcpy(static_cast<char*>(picked.mutable_data_ptr()) + i * in, from + list[1 + i] * in, in);
+  }
+  product(picked, count, found);
+  std::memset(to, 0, rows * result);
+  for (int64_t i = 0; i < count; ++i) {
+    std::memcpy(to + list[1 + i] * result, static_cast<const char*>(found.const_data_ptr()) + i * result, result);
+  }
+}
+
+constexpr int64_t kFewRows = 32;      // up to here the weight is multiplied as it lies, from there on in panels
+constexpr int64_t kLooksAhead = 256;  // up to here a panel takes little longer to fetch than to multiply
+constexpr int64_t kRowsInPart = 256;  // of x that meet a panel at least, so that laying it out stays cheap
 
 template <typename T>
-void run_linear(const Tensor& x, int64_t m, const Tensor& weight, const std::optional<Tensor>& bias, Tensor& out) {
+void run_linear(const Tensor& x, int64_t m, const Tensor& weight, const std::optional<Tensor>& bias, const Tensor& out) {
   const int64_t k = weight.size(1), n = weight.size(0);
   std::memset(writable<T>(out) + m * n, 0, (out.numel() - m * n) * sizeof(T));
   if (m == 0) return;
@@ -69,53 +99,57 @@ void run_linear(const Tensor& x, int64_t m, const Tensor& weight, const std::opt
   if constexpr (std::is_same_v<T, bf16>) {
     if (m > kFewRows) {
       const int64_t panels = (n + kPanelRows - 1) / kPanelRows;
-#pragma omp parallel for schedule(dynamic, 1) if (panels > 1)
-      for (int64_t panel = 0; panel < panels; ++panel) {
-        const int64_t first = panel * kPanelRows, rows = std::min<int64_t>(kPanelRows, n - first);
-        multiply_panel(padded.rows, m, padded.k, w + first * k, rows, k,
-                       [&](int64_t row, const f32x16* sums) { store_row(sums, b ? b + first : nullptr, rows, y + row * n + first); });
-      }
+      // A narrow weight has few panels, and the last ones would leave threads waiting: they get a part of the rows each.
+      const int64_t parts = panels < 16 * omp_get_max_threads() ? std::max<int64_t>(1, m / kRowsInPart) : 1;
+      share_blocks(panels * parts, m <= kLooksAhead, [&](int64_t at, int64_t after) {
+        const int64_t first = at / parts * kPanelRows, rows = std::min<int64_t>(kPanelRows, n - first), part = at % parts;
+        const int64_t from = part * m / parts, to = (part + 1) * m / parts;
+        multiply_panel(padded.rows + from * padded.k, to - from, padded.k, w + first * k, rows, k, after < 0 ? nullptr : w + after / parts * kPanelRows * k,
+                       [&](int64_t row, const f32x16* sums) { store_row(sums, b ? b + first : nullptr, rows, y + (from + row) * n + first); });
+      });
       return;
     }
   }
   // Four blocks a thread at least: a narrow weight in few blocks would leave threads waiting.
   const int64_t share = n / (4 * omp_get_max_threads()), block = std::clamp<int64_t>((share + 15) / 16 * 16, 16, kWeightRowsAtATime);
-#pragma omp parallel for schedule(dynamic, 1) if (n > block)
-  for (int64_t first = 0; first < n; first += block) {
-    linear_block<T>(padded.rows, w + first * k, b ? b + first : nullptr, y + first, m, std::min(block, n - first), k, padded.k, n);
-  }
+  share_blocks((n + block - 1) / block, true, [&](int64_t at, int64_t after) {
+    const int64_t first = at * block;
+    linear_block<T>(padded.rows, w + first * k, b ? b + first : nullptr, y + first, m, std::min(block, n - first), k, padded.k, n,
+                    after < 0 ? nullptr : w + after * block * k);
+  });
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& ends) {
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& ends, const std::optional<Tensor>& wanted) {
   TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1), "linear: shapes do not fit");
   TORCH_CHECK(x.scalar_type() == weight.scalar_type() && (!bias || bias->scalar_type() == x.scalar_type()), "linear: dtypes differ");
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = weight.size(0);
-  Tensor out = at::empty(shape, x.options());
+  Tensor out = empty_result(shape, x.options());
   const Tensor x_flat = x.contiguous(), w_flat = weight.contiguous();
   const std::optional<Tensor> b_flat = bias ? std::optional<Tensor>(bias->contiguous()) : std::nullopt;
-  const int64_t m = real_rows(x.numel() / weight.size(1), ends);
-  if (x.scalar_type() == at::kBFloat16) {
-    run_linear<bf16>(x_flat, m, w_flat, b_flat, out);
-  } else {
-    TORCH_CHECK(x.scalar_type() == at::kFloat, "linear: only bfloat16 and float32");
-    run_linear<float>(x_flat, m, w_flat, b_flat, out);
-  }
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat, "linear: only bfloat16 and float32");
+  for_wanted_rows(x_flat, ends, wanted, out, [&](const Tensor& rows, int64_t m, const Tensor& to) {
+    if (x.scalar_type() == at::kBFloat16) {
+      run_linear<bf16>(rows, m, w_flat, b_flat, to);
+    } else {
+      run_linear<float>(rows, m, w_flat, b_flat, to);
+    }
+  });
   return out;
 }
 
-// activation(x gate^T) * (x up^T) for `rows` <= 64 rows of both weights, gate first.
+// activation(x gate^T) * (x up^T) for `rows` <= 64 rows of both weights, gate first; `next` gate rows follow.
 void gated_block(const PaddedRows<bf16>& x, int64_t m, const bf16* gate, const bf16* up, const bf16* gate_bias, const bf16* up_bias, int64_t rows,
-                 int64_t k, Activation activation, bf16* to, int64_t to_stride) {
+                 int64_t k, Activation activation, bf16* to, int64_t to_stride, const bf16* next) {
   bf16* gates = own_memory<bf16, 2>(2 * m * kPanelRows);
   bf16* ups = gates + m * kPanelRows;
   if (m > kFewRows) {
-    for (const auto& [w, bias, kept] : {std::tuple(gate, gate_bias, gates), std::tuple(up, up_bias, ups)}) {
-      multiply_panel(x.rows, m, x.k, w, rows, k, [&](int64_t row, const f32x16* sums) { store_row(sums, bias, rows, kept + row * kPanelRows); });
+    for (const auto& [w, bias, kept, after] : {std::tuple(gate, gate_bias, gates, up), std::tuple(up, up_bias, ups, next)}) {
+      multiply_panel(x.rows, m, x.k, w, rows, k, m <= kLooksAhead ? after : nullptr, [&](int64_t row, const f32x16* sums) { store_row(sums, bias, rows, kept + row * kPanelRows); });
     }
   } else {
-    linear_block<bf16>(x.rows, gate, gate_bias, gates, m, rows, k, x.k, kPanelRows);
-    linear_block<bf16>(x.rows, up, up_bias, ups, m, rows, k, x.k, kPanelRows);
+    linear_block<bf16>(x.rows, gate, gate_bias, gates, m, rows, k, x.k, kPanelRows, up);
+    linear_block<bf16>(x.rows, up, up_bias, ups, m, rows, k, x.k, kPanelRows, next);
   }
   for (int64_t row = 0; row < m; ++row) {
     bf16* line = gates + row * kPanelRows;
@@ -125,27 +159,29 @@ void gated_block(const PaddedRows<bf16>& x, int64_t m, const bf16* gate, const b
 }
 
 Tensor mlp(const Tensor& x, const Tensor& gate_up, const Tensor& down, const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias,
-           int64_t activation, const std::optional<Tensor>& ends) {
+           int64_t activation, const std::optional<Tensor>& ends, const std::optional<Tensor>& wanted) {
   TORCH_CHECK(x.dim() >= 1 && gate_up.dim() == 2 && down.dim() == 2 && x.size(-1) == gate_up.size(1), "mlp: shapes do not fit");
   TORCH_CHECK(gate_up.size(0) == 2 * down.size(1) && activation >= 0 && activation <= 3, "mlp: shapes do not fit");
   for (const Tensor* tensor : {&x, &gate_up, &down}) TORCH_CHECK(tensor->scalar_type() == at::kBFloat16, "mlp: only bfloat16");
   const Tensor x_flat = x.contiguous(), first = gate_up.contiguous(), second = down.contiguous();
   const std::optional<Tensor> first_bias = gate_up_bias ? std::optional<Tensor>(gate_up_bias->contiguous()) : std::nullopt;
   const std::optional<Tensor> second_bias = down_bias ? std::optional<Tensor>(down_bias->contiguous()) : std::nullopt;
-  const int64_t k = first.size(1), f = second.size(1), m = real_rows(x.numel() / k, ends);
-  const Tensor hidden = at::empty({m, f}, x.options());
-  const PaddedRows<bf16> rows(pointer<bf16>(x_flat), m, k);
+  const int64_t k = first.size(1), f = second.size(1);
   const bf16* w = pointer<bf16>(first);
   const bf16* b = first_bias ? pointer<bf16>(*first_bias) : nullptr;
-#pragma omp parallel for schedule(dynamic, 1) if (f > kPanelRows)
-  for (int64_t at = 0; at < (m ? f : 0); at += kPanelRows) {
-    gated_block(rows, m, w + at * k, w + (f + at) * k, b ? b + at : nullptr, b ? b + f + at : nullptr, std::min<int64_t>(kPanelRows, f - at), k,
-                Activation(activation), writable<bf16>(hidden) + at, f);
-  }
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = second.size(0);
-  Tensor out = at::empty(shape, x.options());
-  run_linear<bf16>(hidden, m, second, second_bias, out);
+  Tensor out = empty_result(shape, x.options());
+  for_wanted_rows(x_flat, ends, wanted, out, [&](const Tensor& given, int64_t m, const Tensor& to) {
+    const Tensor hidden = empty_result({m, f}, x.options());
+    const PaddedRows<bf16> rows(pointer<bf16>(given), m, k);
+    share_blocks(m ? (f + kPanelRows - 1) / kPanelRows : 0, m <= kLooksAhead, [&](int64_t panel, int64_t after) {
+      const int64_t at = panel * kPanelRows;
+      gated_block(rows, m, w + at * k, w + (f + at) * k, b ? b + at : nullptr, b ? b + f + at : nullptr, std::min<int64_t>(kPanelRows, f - at), k,
+                  Activation(activation), writable<bf16>(hidden) + at, f, after < 0 ? nullptr : w + after * kPanelRows * k);
+    });
+    run_linear<bf16>(hidden, m, second, second_bias, to);
+  });
   return out;
 }
 
@@ -385,8 +421,8 @@ void write_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k_any,
 }  // namespace pilotage
 
 TORCH_LIBRARY_FRAGMENT(pilotage, m) {
-  m.def("native_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? ends) -> Tensor");
-  m.def("native_mlp(Tensor x, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias, int activation, Tensor? ends) -> Tensor");
+  m.def("native_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? ends, Tensor? wanted) -> Tensor");
+  m.def("native_mlp(Tensor x, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias, int activation, Tensor? ends, Tensor? wanted) -> Tensor");
   m.def("native_argmax(Tensor x) -> Tensor");
   m.def("native_packed_attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, float scale, int? window, float? softcap, Tensor? sinks) -> Tensor");
   m.def("native_paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, float scale, int? window, float? softcap, Tensor? sinks) -> Tensor");

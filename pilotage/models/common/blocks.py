@@ -21,6 +21,7 @@ from pilotage.nn import gated_mlp, project
 from pilotage.parallel import get_component, heads_per_rank, kv_shards, per_rank
 
 Rope = tuple[Tensor, Tensor]
+WANTED_ROWS = "wanted_rows"  # of a context, see `PagedContext`
 AUX_HIDDEN_STATES = "aux_hidden_states"  # of a context: [..., layers * D], the stream at the depths that were asked for
 
 
@@ -175,8 +176,10 @@ class DecoderBackbone(nn.Module):
         """Run the layers: embedded tokens x [..., D] and positions [...] -> normalised hidden states [..., D]."""
         tables = {kind: NF.rope_table(positions, frequencies, x.dtype) for kind, frequencies in self.rope.items()}
         kept = [x] if 0 in self.aux_hidden_state_layers else []
+        wanted = ctx.get(WANTED_ROWS) if isinstance(ctx, dict) else None
         for done, (layer, kind) in enumerate(zip(self.layers, self.layer_types, strict=True), start=1):
-            x = layer(x, tables[kind], ctx)
+            with NF.only_wanted(wanted if done == len(self.layers) else None):
+                x = layer(x, tables[kind], ctx)
             if done in self.aux_hidden_state_layers:
                 kept.append(x)
         if kept:

@@ -21,7 +21,8 @@ class PagedContext(dict[str, Any]):
     """The metadata of one step, keyed by layer name.
 
     A dictionary as the guide documents it, e.g. `ctx["layers.0.self_attn"]["slot_mapping"]`, plus the top-level keys
-    `positions` [T] int32 and `decode_token_threshold`. A layer's entry has
+    `positions` [T] int32, `decode_token_threshold` and, where a graph can leave rows out, `wanted_rows` [T + 1] int32:
+    how many rows of the last layer's output are read in this step, and then which. A layer's entry has
 
     | key | what |
     |---|---|

@@ -96,6 +96,29 @@ def test_a_smaller_batch_leaves_nothing_of_the_larger_one_before() -> None:
     assert inputs.query_start_loc.tolist() == [0, 1, 1, 1, 1]
 
 
+def test_rows_that_are_read_are_listed() -> None:
+    group = LayerGroup(layer_names=("a",), block_size=4, max_blocks_per_seq=2)
+    inputs = StepInputs("prefill", 8, num_rows=3, groups=[group])
+    rows = inputs.attn_metadata["wanted_rows"]
+    (forward,) = split(
+        [Scheduled(row=0, num_tokens=2, fresh=True), Scheduled(row=1, num_tokens=3, fresh=True)],
+        max_tokens=64,
+        max_prefill_seqs=3,
+    )
+    step = {
+        "token_ids": np.zeros((3, 8), dtype=np.int32),
+        "num_computed": np.zeros(3, dtype=np.int32),
+        "block_tables": [np.ones((3, 2), dtype=np.int32)],
+    }
+    inputs.fill(forward, **step)
+    assert rows.tolist() == [5, 0, 1, 2, 3, 4, 0, 0, 0]
+    inputs.want_sampled()
+    assert rows[:3].tolist() == [2, 1, 4]
+    inputs.fill(forward, **step)
+    assert rows.tolist() == [5, 0, 1, 2, 3, 4, 0, 0, 0], "a step says it anew"
+    assert "wanted_rows" not in StepInputs("decode", 4, num_rows=4, groups=[group]).attn_metadata
+
+
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_metadata_has_the_documented_keys(kind: str) -> None:
     group = LayerGroup(layer_names=("layers.0.self_attn",), block_size=4, max_blocks_per_seq=2)

@@ -8,6 +8,7 @@ other attention implementation, bf16 against Hugging Face in bf16, both measured
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ SHOWN = 5
 _SINGLE = ("worst_row", "worst_element")
 # Rescaling is a mean over rows. Of the one row of a norm's gradient it is where its rounding happens to point.
 GAIN_ROWS = 8
+_LAYER = re.compile(r"\.\d+\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +146,14 @@ def validate_training(
         # The other attention: where Hugging Face's sdpa would not do, the truth is eager already and there is none.
         baseline = _hugging_face(path, cases, dtype, "eager" if dtype is torch.float32 else "sdpa")
         clock(f"hf_{arm}_baseline")
+        noise = _noise(truth, baseline) if spec.num_experts and arm != "float32" else {}
         face = training_cases.ours(cls, path, dtype, _attention(path))
         for case in track(cases, f"training in {arm}"):
             key = id(case.inputs)
             found = training_cases.run(face, case, case.ours)
-            results.append(compare(arm, case.name, found, truth[key], baseline[key], routed=bool(spec.num_experts)))
+            results.append(
+                compare(arm, case.name, found, truth[key], baseline[key], routed=bool(spec.num_experts), noise=noise)
+            )
         clock(f"ours_{arm}")
     verdicts = checkpoint_verdicts(cls, path)
     clock("checkpoints")
@@ -172,15 +177,36 @@ def _hugging_face(path: Path, cases: Sequence[Case], dtype: torch.dtype, attenti
     """Run Hugging Face once over each different batch."""
     model = training_cases.hugging_face(path, dtype, attention)
     batches = {id(case.inputs): case for case in cases}
-    return {key: training_cases.run(model, case) for key, case in batches.items()}
+    return {key: training_cases.run(model, case, case.theirs) for key, case in batches.items()}
 
 
-def compare(arm: str, case: str, found: Step, truth: Step, baseline: Step, *, routed: bool = False) -> CaseResult:
+def _noise(truth: Mapping[int, Step], baseline: Mapping[int, Step]) -> dict[str, float]:
+    """Return the largest relative L2 error of the baseline in any batch, by parameter."""
+    largest: dict[str, float] = {}
+    for key, step in truth.items():
+        for name, value in step.gradients.items():
+            other = baseline[key].gradients.get(name)
+            if value is not None and other is not None and float(value.norm()):
+                largest[name] = max(largest.get(name, 0.0), float((other - value).norm() / value.norm()))
+    return largest
+
+
+def compare(
+    arm: str,
+    case: str,
+    found: Step,
+    truth: Step,
+    baseline: Step,
+    *,
+    routed: bool = False,
+    noise: Mapping[str, float] | None = None,
+) -> CaseResult:
     """Judge one step of our face.
 
     Half precision decides near ties between experts by its rounding, and a token that takes another expert is a row far
     off in logits and gradients of any clean implementation. So for `routed` models single rows and elements are judged
-    in fp32 alone; the pooled errors in both.
+    in fp32 alone; the pooled errors in both. Such tokens are few, and a batch may have one in one implementation and
+    none in the other: a gradient may be as far off as the baseline's own is in any batch.
 
     Args:
         arm: the dtype.
@@ -189,6 +215,7 @@ def compare(arm: str, case: str, found: Step, truth: Step, baseline: Step, *, ro
         truth: Hugging Face's in fp32.
         baseline: Hugging Face's in the same dtype, or in fp32 under its other attention.
         routed: the model has experts.
+        noise: largest relative L2 error of the baseline's gradients in any batch, where that is a measure too.
     """
     single_rows = not routed or arm == "float32"
     verdicts = [
@@ -196,10 +223,19 @@ def compare(arm: str, case: str, found: Step, truth: Step, baseline: Step, *, ro
         _loss(found, truth, baseline),
     ]
     names = [*truth.gradients, *(name for name in found.gradients if name not in truth.gradients)]
+    small = {} if arm == "float32" else _together(arm, found.gradients, truth.gradients, baseline.gradients)
     failed: list[tuple[float, Verdict]] = []
     parameters = []
     for name in names:
         judged, numbers = _gradient(arm, name, found.gradients, truth.gradients, baseline.gradients, single_rows)
+        if name in small:
+            judged = small[name]
+        bound = gates.TENSOR_RATIO_BOUND * (noise or {}).get(name, 0.0)
+        if numbers["relative_l2"] is not None and numbers["relative_l2"] <= bound:
+            why = "the baseline's error in another batch"
+            judged = [
+                gates.single(Status.PASS, f"gradient of {name}", "relative_l2", why, estimate=numbers["relative_l2"])
+            ]
         status = worst([verdict.status for verdict in judged])
         parameters.append({"parameter": name, **numbers, "status": status.value})
         failed += [(numbers["relative_l2"] or math.inf, v) for v in judged if v.status is not Status.PASS]
@@ -243,6 +279,32 @@ def _gradient(
             "baseline_relative_l2": float((other - theirs).norm()) / size,
         }
     return _judge(arm, claim, ours, theirs, other, single_rows), numbers
+
+
+def _together(arm: str, found: Gradients, truth: Gradients, baseline: Gradients) -> dict[str, list[Verdict]]:
+    """Judge gradients of too few elements for a ratio of two errors with their like in all layers, by name."""
+    kinds: dict[str, list[str]] = {}
+    for name, value in truth.items():
+        there = all(side.get(name) is not None for side in (found, truth, baseline))
+        if there and value is not None and value.numel() < gates.MIN_ELEMENTS and float(value.norm()):
+            kinds.setdefault(_LAYER.sub(".*.", name), []).append(name)
+    verdicts: dict[str, list[Verdict]] = {}
+    for kind, names in kinds.items():
+        # Each in units of its own size, or the layer with the largest would be all that is judged.
+        ours, theirs, other = (
+            torch.cat([_given(side, name).flatten() / _given(truth, name).norm() for name in names])
+            for side in (found, truth, baseline)
+        )
+        if ours.numel() >= gates.MIN_ELEMENTS:
+            judged = _judge(arm, f"gradients of {kind}", ours, theirs, other, single_rows=False)
+            verdicts |= dict.fromkeys(names, judged)
+    return verdicts
+
+
+def _given(gradients: Gradients, name: str) -> Tensor:
+    value = gradients[name]
+    assert value is not None
+    return value
 
 
 def _judge(

@@ -33,11 +33,14 @@ class Case:
         name: for the verdicts.
         inputs: of `forward`.
         ours: how our face runs it, where that is not the plain way: "checkpointing", "compile" or "accumulation".
+        theirs: how Hugging Face runs it: "plain", or "apart" for one packed sequence after another. Some of its classes
+            (GPT-OSS) let packed sequences see one another.
     """
 
     name: str
     inputs: Inputs
     ours: str = "plain"
+    theirs: str = "plain"
 
     @property
     def real(self) -> Tensor:
@@ -74,7 +77,7 @@ def cases(spec: ArchSpec, pad_id: int | None, *, compiled: bool = True) -> list[
     found = [
         Case(name="padding on the left", inputs=left),
         Case(name="padding on the right", inputs=right),
-        Case(name="packed sequences", inputs=_packed(spec, length)),
+        Case(name="packed sequences", inputs=_packed(spec, length), theirs="apart"),
         Case(name="gradient checkpointing", inputs=left, ours="checkpointing"),
         Case(name="accumulation over micro-batches", inputs=right, ours="accumulation"),
     ]
@@ -114,11 +117,14 @@ def run(model: Any, case: Case, how: str = "plain") -> Step:
     Args:
         model: in training mode, dropout off.
         case: the batch.
-        how: "plain", or a `Case.ours`.
+        how: "plain", a `Case.ours` or a `Case.theirs`.
     """
     model.zero_grad(set_to_none=True)
     with _as(model, how) as call:
-        batches = _micro_batches(case.inputs) if how == "accumulation" else [(case.inputs, None)]
+        batches: list[tuple[Inputs, Tensor | None]] = [(case.inputs, None)]
+        if how in _PARTS:
+            count = (case.inputs["labels"][:, 1:] != IGNORED).sum()
+            batches = [(part, count) for part in _PARTS[how](case.inputs)]
         outputs = []
         total = 0.0
         for inputs, count in batches:
@@ -133,14 +139,27 @@ def run(model: Any, case: Case, how: str = "plain") -> Step:
         if parameter.requires_grad
     }
     model.zero_grad(set_to_none=True)
-    return Step(logits=torch.cat(outputs)[case.real].float(), loss=total, gradients=gradients)
+    logits = torch.cat(outputs, dim=1 if how == "apart" else 0)
+    return Step(logits=logits[case.real].float(), loss=total, gradients=gradients)
 
 
-def _micro_batches(inputs: Inputs) -> list[tuple[Inputs, Tensor]]:
-    """Cut a batch by rows; each part is divided by the number of tokens of the whole, as one mean over all of them."""
-    count = (inputs["labels"][:, 1:] != IGNORED).sum()
+def _micro_batches(inputs: Inputs) -> list[Inputs]:
+    """Cut a batch by rows."""
     parts = {name: value.split(list(MICRO_BATCHES)) for name, value in inputs.items()}
-    return [({name: part[i] for name, part in parts.items()}, count) for i in range(len(MICRO_BATCHES))]
+    return [{name: part[i] for name, part in parts.items()} for i in range(len(MICRO_BATCHES))]
+
+
+def _sequences(inputs: Inputs) -> list[Inputs]:
+    """Cut a row where its positions start again."""
+    starts = (inputs["position_ids"][0] == 0).nonzero()[:, 0].tolist()
+    ends = [*starts[1:], inputs["position_ids"].shape[1]]
+    return [
+        {name: value[:, start:end] for name, value in inputs.items()} for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+# Ways to cut a batch; each part is divided by the number of tokens of the whole, as one mean over all of them.
+_PARTS = {"accumulation": _micro_batches, "apart": _sequences}
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,19 +54,40 @@ def batch(pad_id: int | None, *, left: int = 9, right: int = 7, length: int = 50
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(unpredicted, -100)}
 
 
-def packed(lengths: tuple[int, ...] = (23, 5, 22)) -> dict[str, Tensor]:
+def packed(lengths: tuple[int, ...] = (23, 5, 22)) -> dict[str, Any]:
     """Several sequences in one row, told apart by their positions alone."""
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(5, 320, (1, sum(lengths)), generator=generator)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+    labels = ids.masked_fill(positions == 0, -100)
+    # With a cache transformers takes the row for one sequence.
+    return {"input_ids": ids, "position_ids": positions, "labels": labels, "use_cache": False}
 
 
-def gradients(model: Any, given: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+def gradients(model: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     """Run forward and backward; the output, and every parameter's gradient."""
     model.zero_grad(set_to_none=True)
-    output = model(**given)
+    output = apart(model, given) if "use_cache" in given and mixes_packed(model) else model(**given)
     output.loss.backward()
     return output, {
         name: copy.copy(parameter.grad) for name, parameter in model.named_parameters() if parameter.requires_grad
     }
+
+
+def mixes_packed(model: Any) -> bool:
+    """Whether this is the class of transformers that lets packed sequences see one another."""
+    return type(model).__module__ == "transformers.models.gpt_oss.modeling_gpt_oss"
+
+
+def apart(model: Any, given: dict[str, Any]) -> Any:
+    """Run packed sequences one after another; logits and loss as of the packed row."""
+    starts = (given["position_ids"][0] == 0).nonzero()[:, 0].tolist()
+    cuts = [slice(a, b) for a, b in zip(starts, [*starts[1:], None], strict=True)]
+    count = (given["labels"][:, 1:] != -100).sum()
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    outputs = [
+        model(**{name: value[:, cut] for name, value in tensors.items()}, use_cache=False, num_items_in_batch=count)
+        for cut in cuts
+    ]
+    logits = torch.cat([output.logits for output in outputs], dim=1)
+    return SimpleNamespace(logits=logits, loss=torch.stack([output.loss for output in outputs]).sum())

@@ -192,6 +192,9 @@ class DecoderPreTrainedModel(PreTrainedModel):
         if self.training and self.is_gradient_checkpointing:
             # The second forward of a layer would put its keys and values into the cache again.
             use_cache, past_key_values = False, None
+        # Hugging Face takes a row for one sequence where there is a cache, and packs are told apart by positions alone;
+        # an empty one changes no mask.
+        cached = past_key_values
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
@@ -206,7 +209,7 @@ class DecoderPreTrainedModel(PreTrainedModel):
             self.model.layer_types,
             like,
             attention_mask=attention_mask,
-            cache=past_key_values,
+            cache=cached,
             position_ids=position_ids,
         )
         context = DenseContext(

@@ -1,15 +1,18 @@
-"""Measure a training step of a 100M-parameter Llama: our class in our engine against Hugging Face's in a plain loop.
+"""Measure a training step of a 100M-parameter Llama: our class in our engine against the classes of other projects.
 
-    python scripts/measure_training.py --dtype float32 --pairs 12
+    python scripts/measure_training.py --dtype float32 --rounds 12
 
-Both arms live in one process, take the same batches and use the same fused AdamW; they take turns, and the one that
-goes first alternates, so that whatever disturbs the machine disturbs both. The ratio of their times is taken step by
-step. Memory is measured in processes of their own.
+These are Hugging Face's class and, where it is installed (docs/training.md says how), NeMo AutoModel's with its default
+norm, which it compiles, and with torch's; each in a plain loop with the class's own loss and torch's clipping. All arms
+live in one process, take the same batches and use the same fused AdamW. A round is one step of each, in an order that
+rotates, so that whatever disturbs the machine disturbs all of them; times are compared round by round. Memory is
+measured in processes of their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import resource
@@ -88,11 +91,8 @@ def ours(dtype: torch.dtype) -> tuple[Step, int]:
     return step, sum(p.numel() for p in model.parameters())
 
 
-def theirs(dtype: torch.dtype) -> tuple[Step, int]:
-    """Hugging Face's class, its own loss, torch's clipping."""
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM._from_config(config(), dtype=dtype).train()
+def plain(model: Any) -> tuple[Step, int]:
+    """Train someone else's class in a loop: its own loss, torch's clipping."""
     fill(model)
     optimizer = adamw(model.parameters())
 
@@ -114,21 +114,45 @@ def theirs(dtype: torch.dtype) -> tuple[Step, int]:
     return step, sum(p.numel() for p in model.parameters())
 
 
-ARMS = {"pilotage": ours, "transformers": theirs}
+def transformers_arm(dtype: torch.dtype) -> tuple[Step, int]:
+    """Hugging Face's class."""
+    from transformers import LlamaForCausalLM
+
+    return plain(LlamaForCausalLM._from_config(config(), dtype=dtype).train())
 
 
-def measure(dtype: str, pairs: int, warm: int, limit: float) -> dict[str, Any]:
-    """Time both arms in turn, for at most `limit` seconds."""
+def automodel_arm(rms_norm: str) -> Callable[[torch.dtype], tuple[Step, int]]:
+    """NeMo AutoModel's class with one of its norms."""
+
+    def build(dtype: torch.dtype) -> tuple[Step, int]:
+        from nemo_automodel.components.models.common import BackendConfig
+        from nemo_automodel.components.models.llama.model import LlamaForCausalLM
+
+        backend = BackendConfig(attn="sdpa", linear="torch", rms_norm=rms_norm, rope_fusion=False)
+        return plain(LlamaForCausalLM.from_config(config(), backend).to(dtype).train())
+
+    return build
+
+
+OURS = "pilotage"
+ARMS: dict[str, Callable[[torch.dtype], tuple[Step, int]]] = {OURS: ours, "transformers": transformers_arm}
+if importlib.util.find_spec("nemo_automodel") is not None:
+    ARMS |= {"automodel": automodel_arm("torch_fp32"), "automodel, torch's norm": automodel_arm("torch")}
+
+
+def measure(dtype: str, rounds: int, warm: int, limit: float) -> dict[str, Any]:
+    """Time all arms in turn, for at most `limit` seconds."""
     ends = time.perf_counter() + limit
     built = {name: build(getattr(torch, dtype)) for name, build in ARMS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ARMS}
     worked: dict[str, list[float]] = {name: [] for name in ARMS}
     losses: dict[str, list[float]] = {name: [] for name in ARMS}
-    for number in range(warm + pairs):
+    names = list(ARMS)
+    for number in range(warm + rounds):
         if time.perf_counter() > ends:
-            pairs = number - warm
+            rounds = number - warm
             break
-        names = list(ARMS) if number % 2 else list(reversed(ARMS))
+        names = [*names[1:], names[0]] if number % 2 else names[::-1]
         for name in names:
             began, busy = time.perf_counter(), time.process_time()
             losses[name].append(built[name][0](number))
@@ -136,25 +160,30 @@ def measure(dtype: str, pairs: int, warm: int, limit: float) -> dict[str, Any]:
                 seconds[name].append(time.perf_counter() - began)
                 worked[name].append(time.process_time() - busy)
     tokens = ROWS * LENGTH
+    others = [name for name in ARMS if name != OURS]
+    best = min(others, key=lambda name: statistics.fmean(map(math.log, seconds[name])))
     return {
         "dtype": dtype,
-        "parameters": built["pilotage"][1],
+        "parameters": built[OURS][1],
         "tokens": tokens,
-        "pairs": pairs,
-        "time": ratio(seconds),
-        "processor_time": ratio(worked),
+        "rounds": rounds,
+        "best_of_the_others": best,
+        "time": {name: ratio(seconds, name) for name in others},
+        "processor_time": {name: ratio(worked, name) for name in others},
         "tokens_per_second": {name: tokens / statistics.median(values) for name, values in seconds.items()},
         "seconds": {name: [round(value, 4) for value in values] for name, values in seconds.items()},
-        "largest_difference_of_losses": max(abs(a - b) for a, b in zip(*losses.values(), strict=True)),
+        "largest_difference_of_losses": {
+            name: max(abs(a - b) for a, b in zip(losses[OURS], losses[name], strict=True)) for name in others
+        },
         "threads": torch.get_num_threads(),
     }
 
 
-def ratio(values: dict[str, list[float]]) -> dict[str, float]:
-    """Return ours over theirs, the geometric mean over the pairs with its 95% interval, and the median pair."""
+def ratio(values: dict[str, list[float]], other: str) -> dict[str, float]:
+    """Return ours over another's, the geometric mean over the rounds with its 95% interval, and the median round."""
     from pilotage.accuracy.metrics import student_t_quantile
 
-    logs = [math.log(a / b) for a, b in zip(values["pilotage"], values["transformers"], strict=True)]
+    logs = [math.log(a / b) for a, b in zip(values[OURS], values[other], strict=True)]
     half = student_t_quantile(0.975, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
     mean = statistics.mean(logs)
     return {
@@ -176,9 +205,9 @@ def peak(arm: str, dtype: str) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--warm", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="begin no pair after this")
+    parser.add_argument("--limit", type=float, default=math.inf, metavar="SECONDS", help="begin no round after this")
     parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
     parser.add_argument("--peak", choices=ARMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -191,7 +220,7 @@ def main() -> None:
         found = {name: peak(name, options.dtype) for name in ARMS}
         print(json.dumps({"dtype": options.dtype, "peak_bytes": found}, indent=2))
     else:
-        print(json.dumps(measure(options.dtype, options.pairs, options.warm, options.limit), indent=2))
+        print(json.dumps(measure(options.dtype, options.rounds, options.warm, options.limit), indent=2))
 
 
 if __name__ == "__main__":

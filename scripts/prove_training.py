@@ -4,7 +4,9 @@
 
 The text is what ships with Python (examples/train/stdlib_text.py), the recipe examples/train/pretrain.yaml. The model
 must reach a lower loss on the held-out tokens than a trigram with add-k smoothing over the same tokens, whose k is
-chosen on those very tokens. Then `vllm serve` must answer with it, and `pilotage validate` must pass.
+chosen on those very tokens. Then `vllm serve` must go on from a prompt with the tokens that the training class would
+choose, transformers must read the checkpoint and write one that the training class reads without a changed bit, and
+`pilotage validate` must pass.
 
 Exits with 0 if all of it holds.
 """
@@ -23,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PILOTAGE = (sys.executable, "-m", "pilotage")
 PROMPT = "Return True if the"
+NEW_TOKENS = 24
 
 
 def main() -> int:
@@ -58,6 +61,8 @@ def prove(out: Path, steps: int | None, figure: Path | None) -> dict[str, Any]:
         return {**result, "passed": False, "reason": "the trigram is better"}
     with clock(times, "serve"):
         result["served"] = serve(Path(trained["model"]))
+    with clock(times, "round_trip"):
+        result["round_trip"] = round_trip(Path(trained["model"]), out / "written-by-transformers")
     with clock(times, "validate"):
         validated = answer([*PILOTAGE, "validate", trained["model"], "--eager", "--json"])
     result["validated"] = {
@@ -65,7 +70,9 @@ def prove(out: Path, steps: int | None, figure: Path | None) -> dict[str, Any]:
         "verdicts": sum(len(arm["verdicts"]) for arm in validated["arms"]) + len(validated["verdicts"]),
         "modules": len(validated["modules"]),
     }
-    return {**result, "passed": validated["status"] == "pass" and bool(result["served"]["text"].strip())}
+    same = result["served"]["text"] == result["round_trip"]["text"]
+    exact = not result["round_trip"]["parameters_differing"]
+    return {**result, "passed": validated["status"] == "pass" and same and exact}
 
 
 def recipe_file(out: Path, corpus: Path, steps: int | None) -> Path:
@@ -106,13 +113,32 @@ def serve(model: Path) -> dict[str, Any]:
     from pilotage.serving import settings
     from pilotage.serving.launch import server
 
-    body = {"model": str(model), "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
-    with server(model, **{**settings.shared(model), "enforce_eager": True}) as running:
+    body = {"model": str(model), "prompt": PROMPT, "max_tokens": NEW_TOKENS, "temperature": 0}
+    with server(model, **{**settings.shared(model, "float32"), "enforce_eager": True}) as running:
         request = urllib.request.Request(
             f"{running.url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=60) as response:
             return {"prompt": PROMPT, "text": json.load(response)["choices"][0]["text"]}
+
+
+def round_trip(model: Path, written: Path) -> dict[str, Any]:
+    """Let transformers read a checkpoint and write it, and the training class read that and go on from the prompt."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from pilotage.models import registry
+
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    theirs.save_pretrained(written)
+    face = registry.training_class(theirs.config.architectures)
+    ours, back = (face.from_pretrained(path, dtype=torch.float32).eval() for path in (model, written))
+    tensors = ours.state_dict()
+    odd = [name for name, value in back.state_dict().items() if not torch.equal(value, tensors[name])]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    said = back.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)[0, ids.shape[1] :]
+    return {"parameters": len(tensors), "parameters_differing": odd, "text": tokenizer.decode(said, True)}
 
 
 def draw(run: Path, yardstick: float, figure: Path) -> None:

@@ -100,7 +100,10 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int]) -> Tensor:
     Args:
         logits: [n or n - 1, V].
         tokens: n of them.
+
+    Numerics: softmax in fp32, of fp64 logits in fp64.
     """
     following = torch.tensor(list(tokens[1:]), device=logits.device)
-    rows = [logits[at : at + 1].log_softmax(-1, dtype=torch.float32) for at in range(len(following))]
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    rows = [logits[at : at + 1].log_softmax(-1, dtype=dtype) for at in range(len(following))]
     return torch.cat(rows).gather(1, following[:, None])[:, 0]

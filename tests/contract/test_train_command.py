@@ -145,6 +145,8 @@ def test_a_pretrained_model_beats_the_trigram_serves_and_validates() -> None:
     assert found["trained"]["evaluation"] < found["trigram"]["loss"]
     assert found["trained"]["parameters"] >= 1_000_000
     assert found["validated"]["status"] == "pass"
+    assert found["served"]["text"] == found["round_trip"]["text"]
+    assert found["round_trip"]["parameters_differing"] == []
 
 
 def recipe(**changes: Any) -> dict[str, Any]:

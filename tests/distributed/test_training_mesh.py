@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from training_ranks import global_batches, meshed_run, plain_run, run
+from training_ranks import STEPS, global_batches, meshed_run, plain_run, run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
@@ -47,14 +47,16 @@ def load(path: Path, implementation: str) -> Any:
     return registry.training_class(names).from_pretrained(path, dtype=torch.float32)
 
 
-def work(rank: int, paths: list[Path], cases: list[dict[str, Any]], implementation: str) -> dict[tuple[int, int], Any]:
+def work(
+    rank: int, paths: list[Path], cases: list[dict[str, Any]], implementation: str, steps: int
+) -> dict[tuple[int, int], Any]:
     from pilotage.training.mesh import Parallel
 
     found = {}
     for index, path in enumerate(paths):
         for number, case in enumerate(cases):
             model = load(path, implementation)
-            batches = global_batches(model.config.vocab_size)
+            batches = global_batches(model.config.vocab_size, steps)
             found[index, number] = meshed_run(model, Parallel(**case), batches)
     return found
 
@@ -87,13 +89,14 @@ def check(
     out: Path,
     implementation: str,
     reference: str = "transformers",
+    steps: int = STEPS,
 ) -> None:
     """`reference`: whose class the single process runs; parameters of experts have other names in transformers."""
-    results = run(work, world, out, paths, cases, implementation)
+    results = run(work, world, out, paths, cases, implementation, steps)
     for index, path in enumerate(paths):
         model = load(path, reference)
         start = {name: p.detach().clone() for name, p in model.named_parameters()}
-        expected = plain_run(model, global_batches(model.config.vocab_size))
+        expected = plain_run(model, global_batches(model.config.vocab_size, steps))
         assert all(norm > 0.5 for norm in expected["norms"]), "clipping is part of what is compared"
         for number in range(len(cases)):
             for result in results:
@@ -106,7 +109,7 @@ def biased(tiny: Callable[..., Path]) -> Path:
 
 
 def test_two_processes_train_as_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    check([tiny("gemma3", num_hidden_layers=3)], TWO, 2, tmp_path, "pilotage")
+    check([tiny("gemma3", num_hidden_layers=3)], TWO, 2, tmp_path, "pilotage", steps=2)
 
 
 @pytest.mark.slow

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.pipelining  # here once, and not in each process
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+
+from pilotage.training import engine, mesh
 
 STEPS, MAX_NORM, LR = 5, 0.5, 1e-3
 
@@ -28,8 +31,6 @@ def run(function: Callable[..., Any], world_size: int, out: Path, *args: Any) ->
 
 
 def _rank(rank: int, world: int, port: int, out: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    from pilotage.training import mesh
-
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
     mesh.start()
@@ -78,23 +79,20 @@ def plain_run(model: Any, batches: list[dict[str, torch.Tensor]]) -> dict[str, A
 
 def meshed_run(model: Any, parallel: Any, batches: list[dict[str, torch.Tensor]], micro_rows: int = 2) -> Any:
     """Train the same through the engine; every rank returns what was gathered."""
-    from pilotage.training.engine import Batch, Engine
-    from pilotage.training.mesh import make_mesh
-
-    mesh = make_mesh(parallel)
-    engine = Engine(model, mesh, parallel)
-    optimizer = optimizer_of(engine.parameters().values())
+    processes = mesh.make_mesh(parallel)
+    trained = engine.Engine(model, processes, parallel)
+    optimizer = optimizer_of(trained.parameters().values())
     out: dict[str, Any] = {"losses": [], "norms": [], "evaluated": []}
     for step, batch in enumerate(batches):
-        own = {name: value.chunk(mesh.dp)[mesh.dp_rank] for name, value in batch.items()}
+        own = {name: value.chunk(processes.dp)[processes.dp_rank] for name, value in batch.items()}
         count = own["input_ids"].shape[0] // micro_rows
-        parts = [Batch(**{name: value.chunk(count)[i] for name, value in own.items()}) for i in range(count)]
-        out["evaluated"].append(engine.evaluate(parts)[0])
+        parts = [engine.Batch(**{name: value.chunk(count)[i] for name, value in own.items()}) for i in range(count)]
+        out["evaluated"].append(trained.evaluate(parts)[0])
         optimizer.zero_grad()
-        out["losses"].append(engine.forward_backward(parts))
+        out["losses"].append(trained.forward_backward(parts))
         if step == 0:
-            out["gradients"] = engine.gradients()
-        out["norms"].append(engine.clip(MAX_NORM))
+            out["gradients"] = trained.gradients()
+        out["norms"].append(trained.clip(MAX_NORM))
         optimizer.step()
-    out["weights"] = engine.gathered({name: p.detach() for name, p in engine.parameters().items()})
+    out["weights"] = trained.gathered({name: p.detach() for name, p in trained.parameters().items()})
     return out

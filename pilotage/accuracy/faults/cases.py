@@ -21,7 +21,7 @@ MODELS = (
     *("deepseek_v3", "gemma2", "gemma3", "gemma4", "gpt_oss", "llama3"),
     *("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
 )
-LOCALISED = ("as served", "plain torch")  # clean runs in which localise and the module checks are asked as well
+LOCALISED = ("as served",)  # clean runs in which localise and the module checks are asked as well
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -244,8 +244,11 @@ def _gain(
         return _over(_rms(target.rows.gain), unit)
     # What Hugging Face rounds (a scale, say) is part of the model: the distance to its own bias counts.
     home = controls[0]
-    # Fused arithmetic leaves out roundings, and is nearer to the truth than Hugging Face: that has to be a lot.
+    # Fused arithmetic leaves out roundings, and is nearer to the truth than Hugging Face. In bias and size alike that is
+    # no fault; in bias alone it has to be a lot.
     exacter = abs(target.bias) < abs(home.bias) and not rounds_once
+    if exacter and float(target.rows.sq.sum()) <= float(home.rows.sq.sum()):
+        return 0.0
     least = floor.gain * (EXACTER if exacter else 1.0)
     unit = max(*(abs(c.bias - home.bias) for c in controls), GAIN_ERRORS * _bias_error(target, home), least)
     return _over(abs(target.bias - home.bias), unit)

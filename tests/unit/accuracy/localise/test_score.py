@@ -101,6 +101,19 @@ def test_rounding_once_more_is_seen_where_all_controls_round_alike() -> None:
     assert few.bounds["rms"] > found.bounds["rms"]
 
 
+def test_who_leaves_out_a_rounding_that_is_biased_is_not_at_fault() -> None:
+    """Two roundings that together go one way are one in a fused kernel, and that goes none."""
+    dtype, floor = torch.bfloat16, score.floors(torch.bfloat16)
+    home = [score.measure(EXPECTED * 1.0017 + law(1), EXPECTED)] * 2
+    fused = score.score(score.measure(EXPECTED + 0.8 * law(9), EXPECTED), home, PHASES, dtype, floor)
+    assert fused.status is Status.PASS and fused.statistics["gain"] == 0
+    # As far off the other way is another scale, and so is what a look-up, which nothing fuses, makes nearer.
+    other = score.score(score.measure(EXPECTED * 0.9983 + 0.8 * law(9), EXPECTED), home, PHASES, dtype, floor)
+    assert other.status is Status.FAIL and other.statistic == "gain"
+    looked_up = score.measure(EXPECTED + 0.8 * law(9), EXPECTED)
+    assert score.score(looked_up, home, PHASES, dtype, floor, rounds_once=True).statistic == "gain"
+
+
 def test_of_a_look_up_every_bit_counts() -> None:
     exact = [score.measure(EXPECTED, EXPECTED)]
     floor = score.floors(torch.bfloat16)

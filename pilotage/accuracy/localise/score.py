@@ -244,8 +244,8 @@ def _gain(
         return _over(_rms(target.rows.gain), unit)
     # What Hugging Face rounds (a scale, say) is part of the model: the distance to its own bias counts.
     home = controls[0]
-    # Fused arithmetic leaves out roundings, and is nearer to the truth than Hugging Face. In bias and size alike that is
-    # no fault; in bias alone it has to be a lot.
+    # Fused arithmetic leaves out roundings, and is nearer to the truth than Hugging Face. In bias and size alike that
+    # is no fault; in bias alone it has to be a lot.
     exacter = abs(target.bias) < abs(home.bias) and not rounds_once
     if exacter and float(target.rows.sq.sum()) <= float(home.rows.sq.sum()):
         return 0.0

@@ -1,4 +1,7 @@
-"""Tensor parallelism in real processes: collectives in compiled graphs, and models whose logits equal one rank's."""
+"""Tensor parallelism in real processes: collectives in compiled graphs, and models whose logits equal one rank's.
+
+One pair of processes answers everything that is asked of two ranks: starting them takes longest.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,37 @@ from twins import NAMES, hf_logits, hf_model, our_model, paged_logits, prompts
 
 pytestmark = pytest.mark.distributed
 
+STREAMS = prompts((41, 6, 22))
+SAME = [name for name in NAMES if name not in ("mistral", "mixtral")]  # layers of the others
 
-def collectives(rank: int) -> dict[str, tuple[torch.Tensor, ...]]:
+
+def everything(rank: int, paths: dict[str, Path]) -> dict[str, Any]:
+    """What a rank of two finds."""
+    names = [*SAME, "one key head"]
+    return {
+        "collectives": collectives(),
+        "counts": count_collectives(paths["llama3"]),
+        "eager": dict(zip(names, logits_of_rank(rank, [paths[name] for name in names], False), strict=True)),
+        "compiled": logits_of_rank(rank, [paths["compiled"]], True)[0],
+    }
+
+
+@pytest.fixture(scope="module")
+def paths(tiny: Callable[..., Path]) -> dict[str, Path]:
+    compiled = {"num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+    return {
+        **{name: tiny(name) for name in SAME},
+        "one key head": tiny("qwen2", num_key_value_heads=1),
+        "compiled": tiny("gemma3", **compiled),
+    }
+
+
+@pytest.fixture(scope="module")
+def two(paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(everything, 2, tmp_path_factory.mktemp("ranks"), paths)
+
+
+def collectives() -> dict[str, tuple[torch.Tensor, ...]]:
     group = get_tp_group()
 
     def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -29,17 +61,17 @@ def collectives(rank: int) -> dict[str, tuple[torch.Tensor, ...]]:
         reduced = group.all_reduce(y)
         return reduced, y, group.all_gather(y, dim=-1), group.all_gather(y, dim=0), group.reduce_scatter(y, dim=0)
 
-    x = torch.arange(8.0).reshape(4, 2) + 100 * rank
+    x = torch.arange(8.0).reshape(4, 2) + 100 * group.rank
     compiled = torch.compile(step, fullgraph=True, dynamic=False)
     compiled(x)
     return {"eager": step(x), "compiled": compiled(x)}
 
 
-def test_collectives_are_right_eager_and_compiled(tmp_path: Path) -> None:
+def test_collectives_are_right_eager_and_compiled(two: list[dict[str, Any]]) -> None:
     base = torch.arange(8.0).reshape(4, 2)
     doubled = [base * 2, (base + 100) * 2]
     total = doubled[0] + doubled[1]
-    for rank, results in enumerate(run(collectives, 2, tmp_path)):
+    for rank, results in enumerate(found["collectives"] for found in two):
         expected = (
             total,
             doubled[rank],
@@ -50,9 +82,6 @@ def test_collectives_are_right_eager_and_compiled(tmp_path: Path) -> None:
         for how, got in results.items():
             for one, reference in zip(got, expected, strict=True):
                 assert torch.equal(one, reference), how
-
-
-STREAMS = prompts((41, 6, 22))
 
 
 def logits_of_rank(rank: int, paths: list[Path], compiled: bool) -> list[dict[str, Any]]:
@@ -76,7 +105,7 @@ def assert_logits(got: list[torch.Tensor], path: Path) -> None:
         torch.testing.assert_close(one, reference, rtol=0, atol=6e-5)
 
 
-def collectives_of_rank(rank: int, path: Path) -> dict[str, dict[str, int]]:
+def count_collectives(path: Path) -> dict[str, dict[str, int]]:
     """Count the collectives in the prefill and in the decode graph."""
     model = our_model(path)
     counts: list[dict[str, int]] = []
@@ -94,9 +123,9 @@ def collectives_of_rank(rank: int, path: Path) -> dict[str, dict[str, int]]:
     return {"prefill": counts[0], "decode": counts[1]}
 
 
-def test_prefill_divides_rows_and_decode_reduces(tiny: Callable[..., Path], tmp_path: Path) -> None:
+def test_prefill_divides_rows_and_decode_reduces(two: list[dict[str, Any]]) -> None:
     """Twice a layer, once for the embedding or the last hidden states, and one gather of the logits."""
-    for counts in run(collectives_of_rank, 2, tmp_path, tiny("llama3")):
+    for counts in (found["counts"] for found in two):
         layers = 4
         assert counts["prefill"] == {
             "all_gather_into_tensor": 2 * layers + 2,
@@ -110,22 +139,22 @@ def test_prefill_divides_rows_and_decode_reduces(tiny: Callable[..., Path], tmp_
         }
 
 
-def test_two_ranks_give_the_logits_of_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    paths = [tiny(name) for name in NAMES if name not in ("mistral", "mixtral")]  # layers of the others
-    for results in run(logits_of_rank, 2, tmp_path, paths, False):
-        for path, result in zip(paths, results, strict=True):
-            assert result["kv_heads"] == 1
-            assert_logits(result["logits"], path)
-            assert result["parameters"] < 0.6 * sum(p.numel() for p in our_model(path).parameters())
+@pytest.mark.parametrize("name", [*SAME, "one key head"])
+def test_two_ranks_give_the_logits_of_one(name: str, two: list[dict[str, Any]], paths: dict[str, Path]) -> None:
+    """Also of more ranks than key heads, each of which then holds the one."""
+    for result in (found["eager"][name] for found in two):
+        assert result["kv_heads"] == 1
+        assert_logits(result["logits"], paths[name])
+        assert result["parameters"] < 0.6 * sum(p.numel() for p in our_model(paths[name]).parameters())
 
 
-def test_compiled_ranks_give_the_logits_of_one(tiny: Callable[..., Path], tmp_path: Path) -> None:
-    path = tiny("gemma3", num_hidden_layers=3, layer_types=["sliding_attention"] * 2 + ["full_attention"])
-    for (result,) in run(logits_of_rank, 2, tmp_path, [path], True):
-        assert_logits(result["logits"], path)
+def test_compiled_ranks_give_the_logits_of_one(two: list[dict[str, Any]], paths: dict[str, Path]) -> None:
+    for found in two:
+        assert_logits(found["compiled"]["logits"], paths["compiled"])
 
 
-def test_more_ranks_than_key_value_heads(tiny: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_four_ranks_of_two_key_value_heads(tiny: Callable[..., Path], tmp_path: Path) -> None:
     path = tiny("qwen2", num_attention_heads=8)
     for (result,) in run(logits_of_rank, 4, tmp_path, [path], False):
         assert result["kv_heads"] == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from pilotage.cli import main
 from pilotage.core.nouns import Status
 from pilotage.serving import settings
 from pilotage.voyage.smoke import smoke
@@ -37,11 +38,13 @@ def test_a_right_model_passes_with_texts_buckets_and_a_receipt(tiny: Callable[..
     assert len(result["verdicts"]) == 5
 
 
-def test_wrong_first_tokens_fail(tiny: Callable[..., Path], two_graphs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_first_tokens_fail(tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine serves another RoPE base than Hugging Face computes with."""
     from pilotage.voyage import smoke as module
 
     right, wrong = tiny("qwen3"), tiny("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 100.0})
+    shared = settings.shared
+    monkeypatch.setattr(settings, "shared", lambda *given: {**shared(*given), "enforce_eager": True})
     compare = module._compare
     monkeypatch.setattr(module, "_compare", lambda path, dtype, pairs: compare(right, dtype, pairs))
     found = smoke(str(wrong), dtype="float32")
@@ -51,7 +54,9 @@ def test_wrong_first_tokens_fail(tiny: Callable[..., Path], two_graphs: None, mo
     assert failed[0].evidence["differing"]
 
 
-def test_a_checkpoint_that_lacks_a_tensor_is_named(tiny: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_checkpoint_that_lacks_a_tensor_is_named(
+    tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     source, broken = tiny("llama3"), tmp_path / "broken"
     broken.mkdir()
     for path in source.iterdir():
@@ -60,10 +65,12 @@ def test_a_checkpoint_that_lacks_a_tensor_is_named(tiny: Callable[..., Path], tm
     tensors = load_file(source / "model.safetensors")
     del tensors["model.layers.2.mlp.up_proj.weight"]
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    command = [sys.executable, "-m", "pilotage", "smoke", str(broken), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stdout == ""
-    assert "model.layers.2.mlp.up_proj.weight" in done.stderr and "Traceback" not in done.stderr
+    monkeypatch.setattr(sys, "argv", ["pilotage", "smoke", str(broken), "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capfd.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert "model.layers.2.mlp.up_proj.weight" in said.err and "Traceback" not in said.err
 
 
 def test_an_unknown_dtype_is_refused() -> None:

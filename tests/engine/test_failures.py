@@ -91,15 +91,6 @@ def test_an_engine_that_is_killed_ends_the_server(tiny: Callable[..., Path]) -> 
         assert "died" in server.log.read_text().lower() or "dead" in server.log.read_text().lower()
 
 
-def test_health_is_refused_until_the_model_is_loaded_and_then_true(tiny: Callable[..., Path]) -> None:
-    """`launch.server` returns at the first 200 of /health: a request right after it is answered."""
-    with launch.server(tiny("llama3"), dtype="float32", enforce_eager=True, max_model_len=64) as server:
-        body = json.dumps({"model": server.model, "prompt": [7], "max_tokens": 1}).encode()
-        request = urllib.request.Request(f"{server.url}/v1/completions", body, {"Content-Type": "application/json"})
-        with HTTP.open(request, timeout=5) as answer:
-            assert answer.status == 200
-
-
 def test_a_server_listens_on_this_machine_alone_unless_told() -> None:
     from vllm.entrypoints.common.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser

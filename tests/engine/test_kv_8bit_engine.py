@@ -125,6 +125,7 @@ def test_compiled(tiny: Callable[..., Path], tmp_path: Path) -> None:
         check(llm, RoundedOracle(path), PROMPTS, 20)
 
 
+@pytest.mark.slow
 def test_pages_take_half_the_memory_of_bf16(tiny: Callable[..., Path], tmp_path: Path) -> None:
     path = scaled(tiny("gemma3"), tmp_path / "model")
     taken = []

@@ -34,6 +34,8 @@ def server(tiny: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) 
         max_num_seqs=4,
         arguments=["--chat-template", str(template)],
     ) as it:
+        # `launch.server` returns at the first 200 of /health: a request right after it is answered.
+        assert post(it, "/v1/completions", prompt=[7], max_tokens=1)["usage"]["completion_tokens"] == 1
         yield it
 
 
@@ -118,6 +120,7 @@ def test_a_second_server_on_the_port_is_refused(server: launch.Server) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_vllm_bench_serve(server: launch.Server, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "bench", "serve", "--model", server.model]
     command += ["--base-url", server.url, "--dataset-name", "random", "--num-prompts", "4", "--ignore-eos"]

@@ -17,7 +17,13 @@ pytestmark = pytest.mark.engine
 CONFIG = {"num_batched_tokens_buckets": [32], "num_seqs_buckets": [1, 4]}
 
 
-@pytest.mark.parametrize("extra", [{}, {"on_device_sampling_config": {"all_greedy": True}}], ids=["", "sampling"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param({}, id="", marks=pytest.mark.slow),
+        pytest.param({"on_device_sampling_config": {"all_greedy": True}}, id="sampling"),
+    ],
+)
 def test_tokens_of_a_target_that_keeps_its_own_inputs(
     extra: dict[str, Any], tiny: Callable[..., Path], oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

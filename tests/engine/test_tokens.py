@@ -20,12 +20,13 @@ LENGTHS = (1, 2, 7, 16, 17, 31, 32, 33, 49, 64, 65, 100)
 CONFIG = {"num_batched_tokens_buckets": [16, 64], "num_seqs_buckets": [1, 4]}
 
 
-MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistral", "mixtral")]
+# Where their kind of layer is another model's here, with the slow ones: tests/parity has all of them.
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistral", "mixtral", "qwen2", "qwen3")]
 
 
 @pytest.fixture(
     scope="module",
-    params=["llama3", "gemma3", "gemma4", "qwen3", "qwen2", "qwen3_moe", "gpt_oss", "deepseek_v3", *MORE],
+    params=["llama3", "gemma3", "gemma4", "qwen3_moe", "gpt_oss", "deepseek_v3", *MORE],
 )
 def served(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Iterator[tuple[Path, Any]]:
     path = tiny(request.param)
@@ -61,8 +62,15 @@ def test_requests_that_share_pages_written_in_the_same_step(served: tuple[Path, 
     check_tokens(outputs, [oracle(path).greedy(prompt, 6) for prompt in prompts])
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma3"])
-@pytest.mark.parametrize("async_scheduling", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    ("name", "async_scheduling"),
+    [
+        ("gemma3", True),
+        ("llama3", False),
+        pytest.param("gemma3", False, marks=pytest.mark.slow),
+        pytest.param("llama3", True, marks=pytest.mark.slow),
+    ],
+)
 def test_preemption(name: str, async_scheduling: bool, tiny: Callable[..., Path], oracle: Any) -> None:
     path = tiny(name)
     prompts = prompts_of((60, 50, 40, 30, 64, 20), seed=4)
@@ -94,11 +102,10 @@ def test_preemption(name: str, async_scheduling: bool, tiny: Callable[..., Path]
 @pytest.mark.parametrize(
     "name",
     [
-        "llama3",
         "gemma3",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("gemma4", "qwen3", "qwen2", "qwen3_moe", "gpt_oss", "deepseek_v3")
+            for name in ("llama3", "gemma4", "qwen3_moe", "gpt_oss", "deepseek_v3")
         ),
         *MORE,
     ],

@@ -11,7 +11,7 @@ import eagle3_heads as heads
 import pytest
 import torch
 from conftest import check_tokens, generate, prompts_of, tokens_of
-from test_speculation import check_pairs, drafts, engine
+from test_speculation import DRAWS, WIDE, check_pairs, drafts, engine
 
 from pilotage.core.errors import PilotageError
 
@@ -43,7 +43,7 @@ def eagle(path: Path, oracle: Any, **more: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def served(tiny: Callable[..., Path], oracle: Any) -> Iterator[tuple[Path, Any]]:
     path = tiny("llama3")
-    with engine(path, eagle(path, oracle)) as llm:
+    with engine(path, eagle(path, oracle), **WIDE) as llm:
         yield path, llm
 
 
@@ -66,7 +66,7 @@ def test_samples_are_distributed_as_without(served: tuple[Path, Any], oracle: An
     path, llm = served
     before = drafts(llm)
     prompt = KNOWN[1]  # where the head is right at times
-    (output,) = generate(llm, [prompt], 3, n=900, temperature=1.0, top_k=12)
+    (output,) = generate(llm, [prompt], 3, n=DRAWS, temperature=1.0, top_k=12)
     check_pairs(oracle(path), prompt, [choice.token_ids for choice in output.outputs], 12)
     counted, stood = (after - b for after, b in zip(drafts(llm), before, strict=True))
     assert 0 < stood < counted

@@ -21,8 +21,8 @@ from pilotage.serving import launch
 
 pytestmark = pytest.mark.engine
 
-CONFIG = {"num_batched_tokens_buckets": [16, 64], "num_seqs_buckets": [4, 16]}
-DRAWS = 640
+CONFIG = {"num_batched_tokens_buckets": [16, 64], "num_seqs_buckets": [4, 16, 64]}
+DRAWS = 400
 
 
 @pytest.fixture(scope="module", params=["host", "graph"])
@@ -34,7 +34,7 @@ def served(request: pytest.FixtureRequest, tiny: Callable[..., Path]) -> Iterato
         dtype="float32",
         enforce_eager=True,
         max_model_len=160,
-        max_num_seqs=16,
+        max_num_seqs=64,
         max_logprobs=330,
         additional_config=config,
         async_scheduling=True,

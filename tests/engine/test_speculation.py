@@ -15,6 +15,12 @@ from pilotage.serving import launch
 pytestmark = pytest.mark.engine
 
 CONFIG = {"num_batched_tokens_buckets": [16, 48], "num_seqs_buckets": [1, 4]}
+# Distributions take many requests: sixteen at a time.
+WIDE: dict[str, Any] = {
+    "max_num_seqs": 16,
+    "additional_config": {"num_batched_tokens_buckets": [16, 64], "num_seqs_buckets": [1, 4, 16]},
+}
+DRAWS = 600
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
@@ -45,7 +51,7 @@ def repeating(seed: int) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def served(tiny: Callable[..., Path]) -> Iterator[tuple[Path, Any]]:
     path = tiny("gemma3")
-    with engine(path, NGRAM) as llm:
+    with engine(path, NGRAM, **WIDE) as llm:
         yield path, llm
 
 
@@ -125,7 +131,7 @@ def test_samples_with_ngrams_are_distributed_as_without(served: tuple[Path, Any]
     (part,) = prompts_of((6,), seed=43)
     prompt = part * 5
     before = drafts(llm)
-    (output,) = generate(llm, [prompt], 3, n=900, temperature=1.0, top_k=12)
+    (output,) = generate(llm, [prompt], 3, n=DRAWS, temperature=1.0, top_k=12)
     check_pairs(oracle(path), prompt, [choice.token_ids for choice in output.outputs], 12)
     assert drafts(llm)[0] > before[0]
 
@@ -166,7 +172,7 @@ def drafted(tiny: Callable[..., Path]) -> Iterator[tuple[Path, Any]]:
     """A draft model that is the served one with some noise on its weights: often right, often wrong."""
     path = tiny("gemma3")
     speculative = {"method": "draft_model", "model": str(noisy(path)), "num_speculative_tokens": 3}
-    with engine(path, speculative) as llm:
+    with engine(path, speculative, **WIDE) as llm:
         yield path, llm
 
 
@@ -204,7 +210,7 @@ def test_samples_of_a_draft_model_are_distributed_as_without(drafted: tuple[Path
     """The second of three tokens is drafted; its distribution, given the first, is the model's own."""
     path, llm = drafted
     (prompt,) = prompts_of((21,), seed=42)
-    (output,) = generate(llm, [prompt], 3, n=900, temperature=1.0, top_k=12)
+    (output,) = generate(llm, [prompt], 3, n=DRAWS, temperature=1.0, top_k=12)
     check_pairs(oracle(path), prompt, [choice.token_ids for choice in output.outputs], 12)
     counted, stood = drafts(llm)
     assert 0 < stood < counted
@@ -245,11 +251,11 @@ def test_drawn_drafts_are_verified_by_their_probabilities(tiny: Callable[..., Pa
     (prompt,) = prompts_of((21,), seed=42)
     shares = {}
     for method in ("greedy", "probabilistic"):
-        with engine(path, {**speculative, "draft_sample_method": method}) as llm:
+        with engine(path, {**speculative, "draft_sample_method": method}, **WIDE) as llm:
             prompts = prompts_of((7, 33, 64), seed=44)
             check_tokens(generate(llm, prompts, 20), [oracle(path).greedy(prompt, 20) for prompt in prompts])
             before = drafts(llm)
-            (output,) = generate(llm, [prompt], 3, n=900, temperature=1.0, top_k=12)
+            (output,) = generate(llm, [prompt], 3, n=DRAWS, temperature=1.0, top_k=12)
             check_pairs(oracle(path), prompt, [choice.token_ids for choice in output.outputs], 12)
             counted, stood = (now - then for now, then in zip(drafts(llm), before, strict=True))
             shares[method] = stood / counted

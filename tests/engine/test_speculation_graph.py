@@ -10,7 +10,7 @@ import pytest
 import test_replacement as replacement
 import torch
 from conftest import check_tokens, generate, prompts_of, tokens_of
-from test_speculation import CONFIG, NGRAM, check_pairs, drafts, engine, noisy, repeating
+from test_speculation import DRAWS, NGRAM, WIDE, check_pairs, drafts, engine, noisy, repeating
 
 from pilotage.core.errors import PilotageError
 from pilotage.probe import CaptureWriter
@@ -19,8 +19,7 @@ from pilotage.serving import launch
 pytestmark = pytest.mark.engine
 
 
-def graph_samples(**config: Any) -> dict[str, Any]:
-    return {**CONFIG, "on_device_sampling_config": {}, **config}
+GRAPH = {**WIDE["additional_config"], "on_device_sampling_config": {}}
 
 
 def test_the_graph_samples_and_verifies(tiny: Callable[..., Path], oracle: Any) -> None:
@@ -29,10 +28,10 @@ def test_the_graph_samples_and_verifies(tiny: Callable[..., Path], oracle: Any) 
     prompts = repeating(seed=29)
     seeded: dict[str, Any] = {"temperature": 0.5, "seed": 5, "top_p": 0.95, "top_k": 40}
     with launch.engine(
-        path, dtype="float32", enforce_eager=True, max_model_len=160, max_num_seqs=4, additional_config=graph_samples()
+        path, dtype="float32", enforce_eager=True, max_model_len=160, max_num_seqs=16, additional_config=GRAPH
     ) as llm:
         expected = tokens_of(generate(llm, prompts, 24, **seeded))
-    with engine(path, NGRAM, additional_config=graph_samples()) as llm:
+    with engine(path, NGRAM, max_num_seqs=16, additional_config=GRAPH) as llm:
         references = [oracle(path).greedy(prompt, 24) for prompt in prompts]
         check_tokens(generate(llm, prompts, 24), references)
         operators = llm.collective_rpc("receipt")[0]["operators"]
@@ -43,7 +42,7 @@ def test_the_graph_samples_and_verifies(tiny: Callable[..., Path], oracle: Any) 
         assert drafts(llm)[1] > before[1], "drafts of samples stood as well"
         check_others_beside(llm, path, oracle, prompts, expected, seeded)
         (part,) = prompts_of((6,), seed=43)
-        (output,) = generate(llm, [part * 5], 3, n=900, temperature=1.0, top_k=12)
+        (output,) = generate(llm, [part * 5], 3, n=DRAWS, temperature=1.0, top_k=12)
         check_pairs(oracle(path), part * 5, [choice.token_ids for choice in output.outputs], 12)
         check_named_drafts(llm, path, oracle)
 
@@ -102,7 +101,7 @@ def test_compiled_graphs_verify(stages: dict[str, bool], tiny: Callable[..., Pat
         check_tokens(generate(llm, prompts, 20), [oracle(path).greedy(prompt, 20) for prompt in prompts])
         counted, stood = drafts(llm)
         assert 0 < stood < counted
-        (output,) = generate(llm, [prompts[3]], 3, n=900, temperature=1.0, top_k=12)
+        (output,) = generate(llm, [prompts[3]], 3, n=DRAWS, temperature=1.0, top_k=12)
         check_pairs(oracle(path), prompts[3], [choice.token_ids for choice in output.outputs], 12)
 
 
@@ -111,7 +110,7 @@ def test_drawn_drafts_are_not_for_the_graph(tiny: Callable[..., Path]) -> None:
     speculative = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 2}
     with (
         pytest.raises(PilotageError, match="not by the probabilities they were drawn with"),
-        engine(path, {**speculative, "draft_sample_method": "probabilistic"}, additional_config=graph_samples()),
+        engine(path, {**speculative, "draft_sample_method": "probabilistic"}, max_num_seqs=16, additional_config=GRAPH),
     ):
         pass
 

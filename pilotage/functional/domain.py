@@ -152,7 +152,9 @@ class Domain:
                 continue
             emulated = spec.device == "cpu" and self.emulator is not None and self.emulator.active()
             if not emulated:
-                hint = f" ({self.emulator.how} runs it in {self.emulator.name})" if self.emulator else ""
+                hint = ""
+                if self.emulator is not None and spec.device == "cpu":
+                    hint = f" ({self.emulator.how} runs it in {self.emulator.name})"
                 return Refusal(ELSEWHERE, f"{name} is on {spec.device}, not {' or '.join(self.targets)}{hint}")
         for reason in (self._dtype(call, emulated), self._option(call), self._limit(call, self.limits)):
             if reason is not None:

@@ -78,7 +78,7 @@ def _attention_domain(*keys: str) -> Domain:
         one_dtype=("q", *keys),
         limits={"N//K": Limit(at_most=_MAX_GROUP)},
         options={"k_scale": (None,), "v_scale": (None,)} if "k_cache" in keys else {},
-        hides_non_finite=True,
+        error=1.5,  # from 16 bf16 rows on the weights are rounded to bf16, as those of torch's fused attention are
         machine=cpu.unavailable,
     )
 

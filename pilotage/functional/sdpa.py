@@ -179,7 +179,8 @@ def _scales(call: Call) -> str | None:
     return None
 
 
-# torch rounds the softmax's weights to the tensors' dtype before their product with the values.
+# torch rounds the softmax's weights to the tensors' dtype before their product with the values, and its fused kernel
+# makes weights of 0 of logits that are no numbers.
 _PACKED = Domain(targets=("cpu",), dtypes=_DTYPES, one_dtype=("q", "k", "v"), error=1.5, hides_non_finite=True)
 _PAGED = Domain(targets=("cpu",), dtypes=(*_DTYPES, KV_8BIT), other=_scales, error=1.5, hides_non_finite=True)
 

@@ -76,6 +76,7 @@ class Case:
         dtype: of the float tensors.
         arguments: by name.
         rows: leading rows of the results that mean something; None for all.
+        seed: of its random numbers.
         label: what is special about it.
     """
 
@@ -84,6 +85,7 @@ class Case:
     dtype: torch.dtype
     arguments: Mapping[str, Any]
     rows: int | None = None
+    seed: int = 0
     label: str = ""
 
     @property
@@ -200,7 +202,7 @@ def build(
     if builder is not None:
         rows = builder(arguments, dims, generator)
     on_device = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
-    return Case(operator=operator, dims=dims, dtype=dtype, arguments=on_device, rows=rows, label=label)
+    return Case(operator=operator, dims=dims, dtype=dtype, arguments=on_device, rows=rows, seed=seed, label=label)
 
 
 Builder = Callable[[dict[str, Any], Mapping[str, int], torch.Generator], int | None]

@@ -17,6 +17,7 @@ from pilotage.kernels import cases
 from pilotage.kernels.cases import Case
 from pilotage.kernels.table import short
 
+OF_AN_OPTION = 2  # the seed of calls in which one option differs from the usual
 _LARGEST = 1 << 22  # elements of one tensor: an edge that takes more is not walked to
 _SIZES: dict[str, tuple[int, ...]] = {
     "T": (1, 17, 130),
@@ -78,7 +79,7 @@ def _variants(operator: str, one: Implementation, dims: Mapping[str, int]) -> It
     yield "other numbers", {}, {}, (), 1
     for name, values in registry.examples_of(operator).items():
         for value in values:
-            yield f"{name}={value}", {}, {name: value}, (), 2
+            yield f"{name}={value}", {}, {name: value}, (), OF_AN_OPTION
     optional = tuple(
         name
         for name in tensors
@@ -100,7 +101,7 @@ def _variants(operator: str, one: Implementation, dims: Mapping[str, int]) -> It
         for name, values in one.domain.options.items():
             for value in values:
                 if name not in tensors:
-                    yield f"{name}={value}", {}, {name: value}, (), 2
+                    yield f"{name}={value}", {}, {name: value}, (), OF_AN_OPTION
 
 
 def _at_the_edges(what: str, limit: Limit, dims: Mapping[str, int]) -> Iterator[dict[str, int]]:

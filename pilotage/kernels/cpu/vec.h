@@ -158,7 +158,7 @@ inline f32x16 sum_lanes_of_16(f32x16* x) {
 // exp to about 2 ulp for x <= 0 (softmax weights): 2^n times a polynomial; below -87 the result is 0.
 inline f32x16 exp16(f32x16 x) {
   const f32x16 lowest = splat(-87.0f);
-  const i32x16 alive = x > lowest;
+  const i32x16 alive = ~(x <= lowest);  // what is not a number stays so
   x = (f32x16)((i32x16)x & alive);
   const f32x16 rounder = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const f32x16 n = (x * 1.44269504088896341f + rounder) - rounder;

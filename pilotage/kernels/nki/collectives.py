@@ -20,6 +20,9 @@ def __getattr__(name: str) -> Callable[..., Any]:
         raise AttributeError(name)
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        fault(f"nki.collectives.{name}: the interpreter has no other devices")
+        fault(
+            f"nki.collectives.{name}: the interpreter has one device, and a collective needs several",
+            do="let torch.distributed exchange tensors between two kernels; two cores of one device use sendrecv",
+        )
 
     return refuse

@@ -186,8 +186,11 @@ class Views:
         return self._like(shape, self.strides, self.offset, dynamic=dynamic)
 
     def indirect(self, index: Any, num_elem: int | None = None) -> NkiTensor:
-        """Refused: tensor indirection of gen4 is not interpreted."""
-        fault("tensor indirection (.indirect) is not supported", do="gather with nc_n_gather or by DMA")
+        """Refused: tensor indirection came with NKI 0.5, and the documentation leaves open how groups share offsets."""
+        fault(
+            "tensor indirection (.indirect) is of NKI 0.5, and 0.3 is interpreted",
+            do="gather with nc_n_gather, or by DMA through .ap(vector_offset=) or .vector_select",
+        )
 
     def permute(self, dims: Any) -> NkiTensor:
         """Reorder the dimensions."""

@@ -12,6 +12,7 @@ import torch
 import pilotage.functional  # noqa: F401  registers
 from pilotage.core.nouns import Status
 from pilotage.functional import registry
+from pilotage.kernels import cases
 from pilotage.kernels.check import check
 
 OFFERED = {  # operators that have more than a definition
@@ -45,3 +46,22 @@ def test_a_sample_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     (router,) = check("expert_affinities", implementation="nki", dtypes=(torch.float32,), dims={"T": 3})
     assert router.status is Status.PASS, router.failures
     assert router.of("non-finite") is Status.PASS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"softcap": 3.0}], ids=str)
+@pytest.mark.parametrize("operator", ["flash_attention", "segmented_attention", "attention_decode"])
+def test_a_query_that_is_no_number_gives_none_in_its_row_alone(
+    operator: str, options: dict[str, float], dtype: torch.dtype
+) -> None:
+    """In the compiled operators, which would be the ones to serve a model that has gone wrong."""
+    native = next(one for one in registry.implementations(operator) if one.name == "native")
+    case = cases.build(operator, {"T": 40 if operator == "flash_attention" else 6}, dtype, options=options)
+    case.arguments["q"][1, 2, 0] = torch.nan
+    if (refusal := native.judge(case.call)) is not None:
+        pytest.skip(refusal.words)
+    args, kwargs = case.split(case.arguments)
+    out = native.function(*args, **kwargs)[: case.rows].isnan()
+    assert out[1, 2].all()
+    out[1, 2] = False
+    assert not out.any()

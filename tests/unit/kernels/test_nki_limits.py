@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from pilotage.kernels.nki import NkiValidationError, simulate
+from pilotage.kernels.nki import NkiValidationError, collectives, simulate
 from pilotage.kernels.nki import isa as nisa
 from pilotage.kernels.nki import language as nl
 
@@ -188,6 +188,19 @@ def bn_stats_of_too_many(x: object) -> None:
 
 def instruction_of_a_later_core(x: object) -> None:
     nisa.exponential(_sbuf(4, 4), _sbuf(4, 4))  # here
+
+
+def microscaling_of_a_later_core(x: object) -> None:
+    values, scales = _sbuf(32, 8, dtype=nl.bfloat16), _sbuf(4, 2, dtype=nl.uint8)
+    nisa.quantize_mx(_sbuf(32, 2, dtype=nl.float8_e5m2_x4), values, scales)  # here
+
+
+def indirection_of_a_later_language(x: object) -> None:
+    _sbuf(16, 8).indirect(_sbuf(16, 1, dtype=nl.uint16))  # here
+
+
+def collective_of_one_device(x: object) -> None:
+    collectives.all_reduce(srcs=[x], dsts=[x], replica_group=collectives.ReplicaGroup([[0]]), op=nl.add)  # here
 
 
 def barrier_alone(x: object) -> None:

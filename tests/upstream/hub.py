@@ -16,7 +16,6 @@ from typing import Any
 from pilotage.arch import tiny
 from pilotage.core import store
 
-REVISION = hashlib.sha1(b"pilotage").hexdigest()
 # Upstream asks for single tokens up to 31,999.
 VOCAB_SIZE = 32000
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -48,6 +47,12 @@ STAND_INS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Other weights than those of seed 0. Upstream's test of `bad_words` forbids what the model says first, and looks for it
+# with and without a space before it. vLLM bars the form with the space only if it is as many tokens as the one without
+# (SamplingParams.update_from_tokenizer); what seed 0 says is not, under transformers' forward and vLLM's rule alone.
+SEEDS = {"hmellor/tiny-random-LlamaForCausalLM": 3}
+
+
 def build(home: Path, text: list[Path]) -> None:
     """Fill `home`, to be used as HF_HOME, with every stand-in; files that are there stay.
 
@@ -61,17 +66,20 @@ def build(home: Path, text: list[Path]) -> None:
         train_tokenizer(tokenizer, text)
     for name, (kind, fields) in STAND_INS.items():
         repository = home / "hub" / f"models--{name.replace('/', '--')}"
-        snapshot = repository / "snapshots" / REVISION
-        if (repository / "refs" / "main").exists():
+        seed = SEEDS.get(name, 0)
+        revision = hashlib.sha1(json.dumps([kind, fields, seed, VOCAB_SIZE]).encode()).hexdigest()
+        snapshot, head = repository / "snapshots" / revision, repository / "refs" / "main"
+        if head.exists() and head.read_text() == revision:
             continue
         ids = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0}
-        source = tiny.build(kind, overrides={"vocab_size": VOCAB_SIZE, **ids, **fields}, cache=home / "tiny")
+        overrides = {"vocab_size": VOCAB_SIZE, **ids, **fields}
+        source = tiny.build(kind, seed=seed, overrides=overrides, cache=home / "tiny")
         shutil.rmtree(repository, ignore_errors=True)
         shutil.copytree(source, snapshot)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(tokenizer / file, snapshot / file)
         (repository / "refs").mkdir()
-        (repository / "refs" / "main").write_text(REVISION)
+        head.write_text(revision)
 
 
 def train_tokenizer(directory: Path, text: list[Path]) -> None:

@@ -1,6 +1,6 @@
 """Run the chosen tests of vLLM's own suite against this target and write the counts to docs/upstream.md.
 
-    python tests/upstream/run.py [--only SUBSTRING] [--no-docs]
+    python tests/upstream/run.py [--only SUBSTRING] [--resume] [--no-docs]
 
 The tests come from vLLM's source distribution, fetched by `pip download` and unpacked without vLLM's code, so that they
 import the installed vLLM. No file of theirs is changed: model names resolve to tiny checkpoints in a local hub cache
@@ -37,6 +37,9 @@ OUTCOMES = ("passed", "failed", "skipped", "excluded")
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run only the files whose path contains this")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the counts of files that have run to their end before"
+    )
     parser.add_argument("--no-docs", action="store_true", help="leave docs/upstream.md as it is")
     arguments = parser.parse_args()
     from pilotage.core import store
@@ -53,12 +56,13 @@ def main() -> int:
         return 2
     counts: dict[str, Counter[str]] = {}
     for entry in wanted:
-        counts[entry["path"]] = run_file(home, entry)
+        kept = ended_before(home, entry) if arguments.resume else None
+        counts[entry["path"]] = kept if kept is not None else run_file(home, entry)
         print(f"{entry['path']}: {', '.join(f'{n} {what}' for what, n in counts[entry['path']].items())}", flush=True)
     total = sum(counts.values(), Counter())
     print(f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped by upstream, ", end="")
     print(f"{total['excluded']} excluded")
-    if not arguments.only and not arguments.no_docs:
+    if len(wanted) == len(chosen) and not arguments.no_docs:
         PAGE.write_text(page(wanted, counts))
     return 1 if total["failed"] or not total["passed"] else 0
 
@@ -128,9 +132,12 @@ def unpack(archive: Path, target: Path) -> None:
 
 def run_file(home: Path, entry: dict[str, Any]) -> Counter[str]:
     """Run one file in a process of its own; a test that never reported counts as failed."""
-    results = home / "results" / f"{entry['path'].replace('/', '.')}.jsonl"
+    from pilotage.core import store
+
+    results = _results(home, entry)
     results.parent.mkdir(exist_ok=True)
-    results.unlink(missing_ok=True)
+    for path in (results, results.with_suffix(".counts.json")):
+        path.unlink(missing_ok=True)
     patterns = [pattern for left_out in entry.get("exclude", []) for pattern in left_out["tests"]]
     environment = {
         **os.environ,
@@ -166,7 +173,22 @@ def run_file(home: Path, entry: dict[str, Any]) -> Counter[str]:
     for test, why in failures(results):
         print(f"  failed: {test}: {why}", file=sys.stderr)
     counts["seconds"] = round(time.monotonic() - start)
+    store.write_json(results.with_suffix(".counts.json"), {"entry": entry, "counts": dict(counts)})
     return counts
+
+
+def ended_before(home: Path, entry: dict[str, Any]) -> Counter[str] | None:
+    """Return the counts of a file that has run to its end with this entry of the allow list, nothing failing."""
+    path = _results(home, entry).with_suffix(".counts.json")
+    if not path.exists():
+        return None
+    said = json.loads(path.read_text())
+    counts = Counter(said["counts"])
+    return counts if said["entry"] == entry and not counts["failed"] else None
+
+
+def _results(home: Path, entry: dict[str, Any]) -> Path:
+    return home / "results" / f"{entry['path'].replace('/', '.')}.jsonl"
 
 
 def count(results: Path) -> Counter[str]:

@@ -22,6 +22,8 @@ SEQ_BUCKETS = (1, 8)
 # An engine in another dtype only computes what is compared with a reference; two graphs hold all of it.
 COMPARING_TOKEN_BUCKETS = (1024,)
 COMPARING_SEQ_BUCKETS = (8,)
+# What configurations call their longest sequence; models without a package have names of their own.
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 
 
 def shared(checkpoint: Path, dtype: str = DTYPE) -> dict[str, Any]:
@@ -56,5 +58,5 @@ def _max_position(checkpoint: Path) -> int | None:
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise BadInput(f"cannot be read ({error})", where=str(path), do="repair or replace the file") from error
     nested = config.get("text_config")
-    value = (nested if isinstance(nested, dict) else config).get("max_position_embeddings")
-    return value if isinstance(value, int) else None
+    stated = nested if isinstance(nested, dict) else config
+    return next((stated[key] for key in _LENGTHS if isinstance(stated.get(key), int)), None)

@@ -122,7 +122,9 @@ def _attend(
             if window is not None:
                 mask &= keys_at > queries_at - window
         part = q_KGLH[:, :, first:last]
-        if softcap is None and sinks is None:
+        # The fused kernel gives what is no number a weight of 0, and adds its mask to it instead of choosing.
+        fused = softcap is None and sinks is None and not _has_nan(part)
+        if fused and (last - first == 1 or not (_has_nan(keys) or _has_nan(values))):
             result = F.scaled_dot_product_attention(
                 part,
                 keys.expand(shape),
@@ -136,6 +138,10 @@ def _attend(
                 mask = torch.ones(last - first, high - low, dtype=torch.bool).tril()
             result = _explicit(part, keys, values, mask, scale, softcap, sinks)
         out_KGLH[:, :, first:last] = result
+
+
+def _has_nan(x: Tensor) -> bool:
+    return bool(x.isnan().any())
 
 
 def _explicit(
@@ -179,8 +185,8 @@ def _scales(call: Call) -> str | None:
     return None
 
 
-# torch rounds the softmax's weights to the tensors' dtype before their product with the values, and its fused kernel
-# makes weights of 0 of logits that are no numbers.
+# torch rounds the softmax's weights to the tensors' dtype before their product with the values. Keys and values of a
+# single query are not looked through for what is no number: that would be to read them twice.
 _PACKED = Domain(targets=("cpu",), dtypes=_DTYPES, one_dtype=("q", "k", "v"), error=1.5, hides_non_finite=True)
 _PAGED = Domain(targets=("cpu",), dtypes=(*_DTYPES, KV_8BIT), other=_scales, error=1.5, hides_non_finite=True)
 

@@ -167,8 +167,9 @@ class _Checker:
             for case in accepted[:1]:
                 self._non_finite(case, _NON_FINITE)
                 self._gradient(case)
+            wrong = {finding.case for finding in self.result.failures}
             for case in accepted:
-                if case.seed == edges.OF_AN_OPTION and dtype == self.dtypes[0]:
+                if case.seed == edges.OF_AN_OPTION and dtype == self.dtypes[0] and case.label not in wrong:
                     self._non_finite(case, _NON_FINITE[:1])
             self._pool(dtype)
         return self.result

@@ -8,7 +8,7 @@ from typing import Any
 
 from pilotage.accuracy.faults import peers
 from pilotage.accuracy.faults.report import Report
-from pilotage.accuracy.faults.table import NOT_COVERED
+from pilotage.accuracy.faults.table import BY_ID, NOT_COVERED
 
 _INTRODUCTION = """\
 # Planted faults
@@ -73,11 +73,13 @@ def _summary(report: Report) -> list[str]:
     detected = [found for found in faults if found["detected"]]
     visible = [found for found in faults if found["fp32"]]
     named = len(detected) - len(report.misnamed)
+    unplanted = len(BY_ID.keys() - {found["id"] for found in faults})
     minutes = sum(found["seconds"] for found in (*faults, *clean)) / 60
     seen = sum(found["detected"] for found in report.engine)
     localised = sum(found["localised"] for found in clean)
     rows = [
         ("faults planted", len(faults)),
+        *([("in the table and not planted here", unplanted)] if unplanted else []),
         ("architectures", len({found["model"] for found in faults})),
         ("found", f"{len(detected)} of {len(faults)}"),
         ("found, of those that fp32 can see", f"{len(visible) - len(report.missed)} of {len(visible)}"),

@@ -153,6 +153,9 @@ def test_the_page_says_what_was_missed() -> None:
     text = page.markdown(Report(faults=faults, clean=clean))
     assert "| float32 | 2 | rms 0.50, row 0.90 |" in text
     assert "| found, of those that fp32 can see | 2 of 3 |" in text
+    assert f"| in the table and not planted here | {len(FAULTS)} |" in text
+    whole = page.markdown(Report(faults=[result(fault.id) for fault in FAULTS]))
+    assert "not planted here" not in whole
     assert "| named first, of those found | 1 of 2 (50.0%) |" in text
     assert "| llama3 | missed | `*.q_rope` | nothing found it |" in text
     assert "the right one is among the others" in text

@@ -98,6 +98,15 @@ def _rounded_twice(real: Any, x: Tensor, weight: Tensor, **how: Any) -> Tensor:
     return real(x, weight, **{**how, "round_once": False})
 
 
+def _offset_rounded(
+    real: Any, x: Tensor, weight: Tensor, *, eps: float, unit_offset: bool = False, **how: Any
+) -> Tensor:
+    """One plus the stored weight is added in the serving dtype; in fp32 all is as it should be."""
+    if not unit_offset:
+        return real(x, weight, eps=eps, **how)
+    return real(x, (1 + weight).float(), eps=eps, round_once=True)
+
+
 def _mean_removed(real: Any, x: Tensor, weight: Tensor, **how: Any) -> Tensor:
     return real(x - x.mean(-1, keepdim=True), weight, **how)
 
@@ -239,6 +248,13 @@ FAULTS = (
     _plain(name="norm in bf16", model="qwen3_moe", where=NORMS, plant=_norm(_in_bf16)),
     _plain(
         name="norm rounded before the weight", model="gpt_oss", where=NORMS, fp32=False, plant=_norm(_rounded_twice)
+    ),
+    _plain(
+        name="one plus the norm's weight rounded to bf16",
+        model="gemma3",
+        where=NORMS,
+        fp32=False,
+        plant=_norm(_offset_rounded),
     ),
     _plain(
         name="norm after attention left out",

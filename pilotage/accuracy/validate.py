@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pilotage.accuracy import comparison, controls, encoding, kv_controls, metrics, prompts, same_config
+from pilotage.accuracy import comparison, controls, encoding, gates, kv_controls, metrics, prompts, same_config
 from pilotage.accuracy import kv as kv_cache
 from pilotage.accuracy import modules as module_checks
 from pilotage.accuracy.arms import hf
 from pilotage.accuracy.arms.base import Stream, require_known
-from pilotage.accuracy.arms.fallback import note
+from pilotage.accuracy.arms.fallback import note, paired, require_named_modules
 from pilotage.accuracy.arms.tokenizer import encoder, has_tokenizer
 from pilotage.accuracy.comparison import ArmResult, Reference
 from pilotage.accuracy.gates import ControlErrors
 from pilotage.accuracy.modules import ModulePlan
 from pilotage.accuracy.tasks.plan import TaskPlan
-from pilotage.core.errors import BadInput
+from pilotage.core.errors import BadInput, Unsupported
 from pilotage.core.nouns import Observation, Status, Verdict, worst
 
 if TYPE_CHECKING:
@@ -321,7 +321,9 @@ def validate(
             tokens = max(streams, key=lambda stream: len(stream.tokens)).tokens
         if 3 in chosen:
             plan = checks or ModulePlan()
-            if plan.weights == "perturbed":
+            if noted is not None and (reason := _no_modules(hf_model)) is not None:
+                verdicts.append(_not_measured("level 3: no module errs more than Hugging Face's", "module", reason))
+            elif plan.weights == "perturbed":
                 checked = module_checks.check_twin(path, dtypes=arms, plan=plan)
             else:
                 checked = module_checks.check(path, ref_path, hf_model, tokens, dtypes=arms, rounded=rounded, plan=plan)
@@ -337,6 +339,19 @@ def validate(
         seconds=clock.seconds,
         tasks=done,
     )
+
+
+def _no_modules(model: Any) -> str | None:
+    """Say why single modules of a model without a package cannot be compared; None where they can."""
+    try:
+        require_named_modules(model)
+    except Unsupported as error:
+        return error.what
+    return None
+
+
+def _not_measured(claim: str, metric: str, why: str) -> Verdict:
+    return gates.single(Status.NOT_MEASURED, claim, metric, why)
 
 
 def _arm(
@@ -366,5 +381,13 @@ def _arm(
     if (stored := kv_cache.rounded_cache(observation.receipt)) is not None:
         verdict = kv_cache.not_comparable(stored, arm=side.arm)
         return dataclasses.replace(result, verdicts=[*result.verdicts, verdict])
-    found = kv_cache.judge(observation.kv, cache, side.kv, arm=side.arm)
+    kept = observation.kv
+    if observation.receipt.get("fallback"):
+        try:
+            kept = paired(kept, cache)
+        except Unsupported as error:
+            claim = f"{side.arm}: KV cache: no layer's keys or values err more than a clean implementation's"
+            verdict = _not_measured(claim, "kv_rms_ratio", error.what)
+            return dataclasses.replace(result, verdicts=[*result.verdicts, verdict])
+    found = kv_cache.judge(kept, cache, side.kv, arm=side.arm)
     return dataclasses.replace(result, verdicts=[*result.verdicts, *found.verdicts], kv=found.to_json())

@@ -203,10 +203,19 @@ def test_level_3_compares_its_modules_with_hugging_faces(tmp_path: Path, monkeyp
 
 
 @pytest.mark.slow
-def test_validate_through_the_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["Cohere2ForCausalLM", "GPT2LMHeadModel"])
+def test_validate_through_the_engine(architecture: str, tmp_path: Path) -> None:
+    """Logits and cache; and modules, where they have the names that level 3 knows."""
     from pilotage.accuracy.validate import validate
 
-    path = checkpoint("Cohere2ForCausalLM", "cohere2", tmp_path)
+    path = checkpoint(architecture, SOME[architecture], tmp_path)
     found = validate(str(path), arms=["float32"], levels=[2, 3])
-    assert found.status.value == "pass", [v.to_json() for arm in found.arms for v in arm.verdicts]
+    (arm,) = found.arms
+    assert arm.status.value == "pass", [v.to_json() for v in arm.verdicts]
+    assert {"kv_rms_ratio", "kv_worst_row"} <= {verdict.metric for verdict in arm.verdicts}
     assert found.to_json()["receipt"]["float32"]["fallback"]["dtype"] == "float32"
+    if architecture == "GPT2LMHeadModel":
+        assert not found.modules and found.status.value == "not_measured"
+        assert "its decoder has no layers" in str(found.verdicts[-1].to_json())
+    else:
+        assert found.modules and found.status.value == "pass"

@@ -180,8 +180,12 @@ def _read_request(files: Sequence[Path]) -> list[LayerKV]:
             keys=torch.cat([tensors[f"{name}.k"] for tensors in ranks], dim=1),
             values=torch.cat([tensors[f"{name}.v"] for tensors in ranks], dim=1),
         )
-        for name, start in sorted(first.items(), key=lambda item: int(item[0].split(".")[1]))
+        for name, start in sorted(first.items(), key=lambda item: _numbers(item[0]))
     ]
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(part) for part in name.split(".") if part.isdigit()]
 
 
 class EngineGenerate:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pilotage.accuracy.arms.base import LayerKV
 from pilotage.accuracy.arms.module import CONTEXT, HFModules, Job, OurModules
+from pilotage.core.errors import Unsupported
 from pilotage.core.nouns import Status, Verdict
 
 
@@ -39,6 +44,61 @@ def note(checkpoint: Path, *, modules: bool) -> Verdict | None:
         n=1,
         status=Status.PASS,
     )
+
+
+def require_named_modules(model: Any) -> None:
+    """Refuse to compare single modules where a model calls them otherwise than the comparison does.
+
+    Args:
+        model: Hugging Face's.
+
+    Raises:
+        Unsupported: names what its decoder does not have.
+    """
+    decoder = model.get_decoder()
+    layers: Any = getattr(decoder, "layers", None)
+    lacking = [name for name in ("layers", "norm") if not isinstance(getattr(decoder, name, None), torch.nn.Module)]
+    for index, layer in enumerate(layers if "layers" not in lacking else ()):
+        parts = ("self_attn", "mlp")
+        lacking += [
+            f"layers.{index}.{part}" for part in parts if not isinstance(getattr(layer, part, None), torch.nn.Module)
+        ]
+    if lacking:
+        raise Unsupported(
+            f"its decoder has no {', '.join(lacking[:3])}; level 3 knows modules by these names",
+            where=type(decoder).__name__,
+            do="leave level 3 out",
+        )
+
+
+def paired(found: Sequence[Sequence[LayerKV]], expected: Sequence[Sequence[LayerKV]]) -> list[list[LayerKV]]:
+    """Give the layers of the fallback's cache the names of the reference's, in the order of the model.
+
+    Args:
+        found: what the engine has cached of each stream; heads may be padded at their end.
+        expected: of the reference.
+
+    Raises:
+        Unsupported: the reference caches something else than what its attention is handed.
+    """
+    out = []
+    for ours, theirs in zip(found, expected, strict=True):
+        ordered = sorted(ours, key=lambda layer: [int(n) for n in re.findall(r"\d+", layer.layer)])
+        if len(ordered) != len(theirs):
+            raise Unsupported(f"its layers attend {len(ordered)} times, and Hugging Face caches {len(theirs)}")
+        out.append([_as_cached(mine, other) for mine, other in zip(ordered, theirs, strict=True)])
+    return out
+
+
+def _as_cached(mine: LayerKV, other: LayerKV) -> LayerKV:
+    cut = {kind: getattr(mine, kind)[..., : getattr(other, kind).shape[-1]] for kind in ("keys", "values")}
+    shapes = [(cut[kind].shape[1:], getattr(other, kind).shape[1:]) for kind in cut]
+    if any(ours[1] != theirs[1] or ours[0] % theirs[0] for ours, theirs in shapes):
+        raise Unsupported(
+            f"{mine.layer} hands attention keys and values of {[list(ours) for ours, _ in shapes]}, and Hugging Face "
+            f"caches {[list(theirs) for _, theirs in shapes]} (heads, size)"
+        )
+    return dataclasses.replace(mine, layer=other.layer, **cut)
 
 
 class FallbackModules:

@@ -314,6 +314,21 @@ register(
     language="NKI",
 )
 register(
+    "segmented_attention",
+    "nki",
+    picking("segmented_attention", _attention_decode, "q", "k_cache", "v_cache", *_BATCH, "block_table", *_OPTIONS),
+    domain=_domain(
+        "q",
+        "k_cache",
+        "v_cache",
+        limits=_ATTENTION,
+        worth={"T": Limit(at_most=64, why="the kernel of attention_decode, a token at a time")},
+        options={"k_scale": (None,), "v_scale": (None,)},
+    ),
+    priority=_PRIORITY,
+    language="NKI",
+)
+register(
     "router_logits",
     "nki",
     picking("router_logits", _linear, "hidden_states", "weight", "bias"),

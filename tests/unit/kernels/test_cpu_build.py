@@ -79,7 +79,8 @@ def test_another_source_or_compiler_is_another_library(home: Path, monkeypatch: 
     assert key != build._key(first)
 
 
-@pytest.mark.parametrize("target", ["x86-64-v3", pytest.param("x86-64", marks=pytest.mark.slow)], ids=["AVX2", "SSE2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["x86-64-v3", "x86-64"], ids=["AVX2", "SSE2"])
 def test_narrow_vectors_agree_too(target: str, tmp_path: Path) -> None:
     """The same parity tests on code for lesser processors."""
     if build.unavailable() is not None or build.platform.machine() != "x86_64":

@@ -2,7 +2,8 @@
 
 A product of matrices sums in an order that depends on how many rows there are, so a forward over a whole sequence and a
 forward over one new token round differently. Where both sides go row by row through the same operators on the same
-shapes there is nothing left to differ, and every operation here has its gradient.
+shapes (queries, keys and values in one product, as a server packs them) there is nothing left to differ, and every
+operation here has its gradient.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from pilotage.core.environment import environment
 from pilotage.core.errors import Unsupported
 from pilotage.models.common.paging import build_metadata
+from pilotage.nn.packing import joined
 
 # What the engine is given so that it does the same; see `launch.engine`.
 ENGINE: dict[str, Any] = {
@@ -80,7 +82,8 @@ def one_row_logits(model: Any, tokens: Sequence[int], *, max_tokens: int, block_
                 decode=True,
             )
             x = backbone.embed_tokens(torch.tensor([token], device=weight.device))
-            rows.append(model.compute_logits(backbone(x, context["positions"], context)))
+            with joined():
+                rows.append(model.compute_logits(backbone(x, context["positions"], context)))
     finally:
         for layer in attention:
             del layer.kv_cache

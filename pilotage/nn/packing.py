@@ -9,6 +9,9 @@ wanted the members are computed separately. Forward hooks of the members do not 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ import pilotage.functional as NF
 from pilotage.parallel import enter
 
 _SLOT = "packed"  # kept in __dict__: neither a parameter nor a buffer, so absent from state dicts
+_JOINING: ContextVar[bool] = ContextVar("joining", default=False)
 
 
 class Packed:
@@ -95,6 +99,30 @@ def _packed(members: tuple[Any, ...]) -> Packed | None:
     return packed if all(a is b for a, b in zip(packed.members, members, strict=True)) else None
 
 
+@contextmanager
+def joined() -> Iterator[None]:
+    """Compute groups of plain linear layers in one product inside the block, over weights put together for each call.
+
+    Which rounds as the packed layers of a server do, and has gradients: now and then an output of a half precision
+    depends on how many others its product has.
+    """
+    token = _JOINING.set(True)
+    try:
+        yield
+    finally:
+        _JOINING.reset(token)
+
+
+def _joined(members: tuple[Any, ...]) -> tuple[Tensor, Tensor | None] | None:
+    """Put the weights and biases of plain layers together, where a server would pack them and `joined` asks for it."""
+    if not _JOINING.get() or not all(type(member) is nn.Linear for member in members):
+        return None
+    biases = [member.bias for member in members if member.bias is not None]
+    if len(biases) not in (0, len(members)):
+        return None
+    return torch.cat([member.weight for member in members]), torch.cat(biases) if biases else None
+
+
 def project(x: Tensor, *members: Any) -> tuple[Tensor, ...]:
     """Compute several linear layers of one input: one product where they are packed.
 
@@ -111,6 +139,9 @@ def project(x: Tensor, *members: Any) -> tuple[Tensor, ...]:
     if all(hasattr(member, "local") for member in members):
         x = enter(x, members[0].wants)  # once for the group
         return tuple(member.local(x) for member in members)
+    together = _joined(members)
+    if together is not None:
+        return NF.qkv_proj(x, *together, sizes=tuple(member.out_features for member in members))
     return tuple(member(x) for member in members)
 
 
@@ -137,4 +168,8 @@ def gated_mlp(x: Tensor, gate: nn.Module, up: nn.Module, down: Any, *, activatio
                 activation=activation,
             )
         )
+    together = _joined((gate, up)) if type(down) is nn.Linear else None
+    if together is not None:
+        weight, bias = together
+        return NF.mlp(x, weight, down.weight, bias, down.bias, activation=activation)
     return down(NF.gated_activation(*project(x, gate, up), activation=activation))

@@ -14,6 +14,9 @@ from pilotage.accuracy import one_row
 from pilotage.accuracy.consistency import consistency
 from pilotage.core.nouns import Status
 
+# Keys of these in bf16, in Gemma 3's last layer, depend on whether the product gives queries and values as well.
+ROUNDS_BY_WIDTH = [2, 118, 262, 107, 36, 260, 105, 317, 112, 115, 115, 104, 119, 318, 115, 290, 36]
+
 
 def face(path: Path, dtype: torch.dtype) -> torch.nn.Module:
     from pilotage.models import registry
@@ -58,7 +61,7 @@ def test_rows_of_training_are_bit_by_bit_those_of_the_served_class(
     from pilotage.models.common.paging import PagedSession
 
     path = tiny(name)
-    tokens = torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    tokens = ROUNDS_BY_WIDTH + torch.randint(4, 300, (23,), generator=torch.Generator().manual_seed(1)).tolist()
     with one_row.definitions():
         session = PagedSession(model=served(path, dtype), num_requests=1, max_tokens=96, block_size=32)
         expected = torch.cat([session.step({0: [token]}, decode=True)[0] for token in tokens])

@@ -81,7 +81,7 @@ KINDS: dict[str, tuple[Callable[[Path, Path], Checkpoints], str, dict[str, int]]
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["mxfp4", pytest.param("fp8", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.distributed])])
 def test_tokens_are_those_of_the_same_values_unquantised(
     kind: str, ranks: int, tiny: Callable[..., Path], tmp_path: Path

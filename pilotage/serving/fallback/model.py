@@ -288,7 +288,7 @@ def _require_no_state(hf: nn.Module, used: set[nn.Module], name: str) -> None:
     convolutions = [one for module in used for one in (module, *module.children()) if isinstance(one, nn.Conv1d)]
     if any(one.kernel_size[0] > 1 for one in convolutions):
         raise Unsupported("its convolutions over the prompt keep a state between tokens", where=name, do=WRITE)
-    for module in used:
+    for module in (one for one in hf.modules() if one in used):  # in the order of the model: the outermost is named
         kind = type(module).__name__
         if module is not hf and ("A_log" in dict(module.named_parameters(recurse=False)) or _STATEFUL.search(kind)):
             raise Unsupported(f"its {kind} keeps a recurrent state", where=name, do=WRITE)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import twins
 from torch import Tensor
 
 import pilotage.functional as NF
 from pilotage.kernels import cpu
+from pilotage.models.common.paging import PagedSession
 
 pytestmark = pytest.mark.skipif(cpu.unavailable() is not None, reason=f"no compiled kernels: {cpu.unavailable()}")
 
@@ -259,6 +263,35 @@ def test_a_row_that_does_not_exist_cannot_be_wanted() -> None:
     forced, listed = NF.forced({"o_proj": "native"}), NF.only_wanted(rows)
     with torch.no_grad(), forced, NF.padded(4, None), listed, pytest.raises(RuntimeError, match="no row 4"):
         NF.o_proj(x, weight)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "llama3"])
+def test_a_models_last_layer_leaves_out_what_nobody_reads(tiny: Callable[..., Path], name: str) -> None:
+    """The rows that are read come out as before, and so do the keys and values of all."""
+    model = twins.our_model(tiny(name), torch.bfloat16)
+    streams = twins.prompts((23, 40))
+    ends = [22, 62]
+
+    def narrowed(input_ids: Tensor, positions: Tensor, context: Any, sampled: Tensor) -> Tensor:
+        if len(input_ids) == 80:  # not the decode step
+            context["wanted_rows"] = torch.tensor([2, *ends, *[0] * 78], dtype=torch.int32)
+        logits: Tensor = model(input_ids, positions, context, sampled)
+        return logits
+
+    found = []
+    for call in (None, narrowed):
+        session = PagedSession(model=model, num_requests=2, max_tokens=48, poison=False, call=call)
+        first = session.step(dict(enumerate(streams)), bucket=80)
+        second = session.step({0: [5], 1: [6]}, bucket=2, decode=True)
+        found.append((first, second, session.pages))
+    (whole, later, pages), (part, later_too, pages_too) = found
+    for request in (0, 1):
+        torch.testing.assert_close(part[request][-1], whole[request][-1], rtol=2e-2, atol=5e-2)
+        assert not torch.allclose(part[request][3], whole[request][3], rtol=2e-2, atol=5e-2), "nothing was left out"
+        assert torch.equal(later_too[request], later[request])
+    for layer, caches in pages.items():
+        for cache, other in zip(caches, pages_too[layer], strict=True):
+            assert torch.equal(cache, other)
 
 
 @pytest.mark.parametrize("rows", [9, 64, 300, 700])

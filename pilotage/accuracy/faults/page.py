@@ -61,6 +61,9 @@ def markdown(report: Report) -> str:
             parts += ["## Missed and misnamed\n", _wrong(wrong)]
     if report.engine:
         parts += ["## Through the real engine\n", _engine(report.engine)]
+    if report.false_alarms:
+        rows = [(found["id"], "; ".join(found["alarms"])) for found in report.false_alarms]
+        parts += ["## Clean runs with an alarm\n", _table(("run", "alarm"), rows)]
     if any(found.get("largest") for found in report.clean):
         parts += ["## Clean runs\n", _clean(report.clean)]
     parts += ["## The rules of others, on the same logits\n", _peers(report)]

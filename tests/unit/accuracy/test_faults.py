@@ -154,6 +154,9 @@ def test_the_page_says_what_was_missed() -> None:
     assert "| float32 | 2 | rms 0.50, row 0.90 |" in text
     assert "| found, of those that fp32 can see | 2 of 3 |" in text
     assert f"| in the table and not planted here | {len(FAULTS)} |" in text
+    assert "with an alarm\n" not in text
+    loud = page.markdown(Report(faults=faults, clean=[*clean, quiet("f", alarms=["module: layers.3 (bfloat16)"])]))
+    assert "| f | module: layers.3 (bfloat16) |" in loud
     whole = page.markdown(Report(faults=[result(fault.id) for fault in FAULTS]))
     assert "not planted here" not in whole
     assert "| named first, of those found | 1 of 2 (50.0%) |" in text

@@ -38,7 +38,8 @@ def test_there_are_three_cases() -> None:
     assert fences == len(pages.blocks(PAGE)) - 1  # all but the lines of Python, which come last
 
 
-@pytest.mark.parametrize("case", range(3))
+# The first case starts an engine; its command is among the fast tests in tests/faults/test_planted_engine.py.
+@pytest.mark.parametrize("case", [pytest.param(0, marks=pytest.mark.slow), 1, 2])
 def test_a_case_is_found_as_the_page_says(case: int, reader: Reader) -> None:
     for what, text in cases()[case]:
         if what != "python":

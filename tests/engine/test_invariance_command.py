@@ -35,17 +35,17 @@ def command(*arguments: str, home: Path) -> tuple[int, Any, str]:
 
 def test_the_command_passes_a_clean_model_and_prints_json(tmp_path: Path) -> None:
     code, said, error = command(
-        "tiny:llama3", "--engine", benches.SHARP, "--relation", plans.CHUNKS, "--relation", plans.HIT,
+        "tiny:llama3", "--engine", benches.SHARP, "--relation", plans.HIT,
         "--engine", benches.DRAFTING, "--relation", plans.SPECULATION, "--json", home=tmp_path,
     )  # fmt: skip
     assert code == 0, error
     found = json.loads(said)
     assert found["status"] == "pass"
-    assert {row["relation"] for row in found["relations"]} == {plans.CHUNKS, plans.HIT, plans.SPECULATION}
+    assert {row["relation"] for row in found["relations"]} == {plans.HIT, plans.SPECULATION}
     drafted = [row for row in found["relations"] if row["relation"] == plans.SPECULATION]
     assert len(drafted) == 10 and all(row["status"] == "pass" and row["engine"] == benches.DRAFTING for row in drafted)
     assert found["matrix"][plans.SPECULATION] == {benches.DRAFTING: "pass"}
-    assert found["matrix"][plans.CHUNKS] == {benches.SHARP: "pass"}
+    assert found["matrix"][plans.HIT] == {benches.SHARP: "pass"}
     assert found["noise"]["float32"]["row_bound"] < 3e-5
     assert found["receipt"][benches.SHARP]["operators"]["segmented_attention"]
 
@@ -59,9 +59,16 @@ def test_the_command_passes_a_clean_model_and_prints_json(tmp_path: Path) -> Non
         (["tiny:llama3", "--engine", benches.RANKS], "name both"),
     ],
 )
-def test_bad_input_is_one_clear_line(arguments: list[str], says: str, tmp_path: Path) -> None:
-    code, said, error = command(*arguments, home=tmp_path)
-    assert code == 2 and not said
+def test_bad_input_is_one_clear_line(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pilotage import cli
+
+    monkeypatch.setattr("sys.argv", ["pilotage", "invariance", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said, error = capsys.readouterr()
+    assert ended.value.code == 2 and not said
     assert says in error and "Traceback" not in error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,21 @@ def one_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
     os.environ["PILOTAGE_HOME"] = str(home)
     return home
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Run the command line in this process: for what ends before any work begins."""
+    from pilotage import cli
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["pilotage", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, error = capsys.readouterr()
+        return int(ended.value.code or 0), out, error
+
+    return run
 
 
 @pytest.fixture

@@ -48,6 +48,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert "nothing" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_a_server_that_dies_is_reported(tmp_path: Path, tiny: object) -> None:
     """A checkpoint without one of its tensors: the server's own words reach the user."""

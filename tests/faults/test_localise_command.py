@@ -59,7 +59,9 @@ def test_a_clean_model_is_none_in_words(tiny: Callable[..., Path], one_home: Pat
         (["tiny:gemma3", "--condition", "/nowhere.json"], "no such file"),
     ],
 )
-def test_bad_input_is_one_clear_line(arguments: list[str], says: str, one_home: Path) -> None:
-    code, out, error = command(one_home, *arguments)
+def test_bad_input_is_one_clear_line(
+    arguments: list[str], says: str, said: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, error = said("localise", *arguments)
     assert code == 2 and not out
     assert says in error and "Traceback" not in error

@@ -19,8 +19,15 @@ from pilotage.core.nouns import Status
 
 pytestmark = pytest.mark.usefixtures("uncompiled_controls")
 
+OTHERS = ("qwen2", "qwen3")
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+
+# In the fast tests: one that both arms see and modules name, one that fp32 alone sees, and a weight.
+FAST = {"window one longer", "norm epsilon 1e-5 in the code", "K and V swapped in one layer", "qkv bias dropped"}
+CASES = [pytest.param(fault, id=fault.name, marks=[] if fault.name in FAST else pytest.mark.slow) for fault in FAULTS]
+
+
+@pytest.mark.parametrize("fault", CASES)
 def test_planted_fault_fails(
     fault: Fault, tiny: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,8 +64,8 @@ def test_a_tokenizer_that_adds_no_bos_fails(tiny: Callable[..., Path], tmp_path:
     assert result.status is Status.FAIL
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", ["llama3", "gemma3", "qwen2", "qwen3"])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["llama3", "gemma3", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)])
 def test_clean_models_pass(name: str, seed: int, tiny: Callable[..., Path]) -> None:
     checkpoint = tiny(name, seed=seed)
     result = validate(str(checkpoint), observe=PagedArm(checkpoint))

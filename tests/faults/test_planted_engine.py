@@ -113,7 +113,9 @@ def test_the_command_fails_a_wrong_window_and_says_where(
         (["tiny:gemma3", "--reference", "/nowhere"], "no such file or directory"),
     ],
 )
-def test_bad_input_is_one_clear_line(arguments: list[str], says: str, one_home: Path) -> None:
-    code, found, error = command(*arguments, home=one_home)
-    assert code == 2 and not found
+def test_bad_input_is_one_clear_line(
+    arguments: list[str], says: str, said: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, out, error = said("validate", *arguments)
+    assert code == 2 and not out
     assert says in error and "Traceback" not in error

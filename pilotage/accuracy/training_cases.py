@@ -123,8 +123,8 @@ def run(model: Any, case: Case, how: str = "plain") -> Step:
     with _as(model, how) as call:
         batches: list[tuple[Inputs, Tensor | None]] = [(case.inputs, None)]
         if how in _PARTS:
-            count = (case.inputs["labels"][:, 1:] != IGNORED).sum()
-            batches = [(part, count) for part in _PARTS[how](case.inputs)]
+            whole = (case.inputs["labels"][:, 1:] != IGNORED).sum()
+            batches = [(part, whole) for part in _PARTS[how](case.inputs)]
         outputs = []
         total = 0.0
         for inputs, count in batches:

@@ -15,33 +15,20 @@ from pilotage.serving import launch
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 CONFIG = {"num_batched_tokens_buckets": [64], "num_seqs_buckets": [4]}
-FRESH = {"kv_segment_size_buckets": [32]}  # a graph of its own for prompts with nothing cached
 LENGTHS = (1, 17, 24)  # windows are 16
 TOKENS = 4
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "prefill"),
-    [
-        ("llama3", FRESH, "flash_attention"),
-        ("gemma3", FRESH, "flash_attention"),
-        ("gemma3", {}, "segmented_attention"),
-    ],
-)
+@pytest.mark.parametrize("name", ["llama3", "gemma3"])
 def test_tokens_with_nki_kernels(
-    name: str,
-    settings: dict[str, Any],
-    prefill: str,
-    tiny: Callable[..., Path],
-    oracle: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, tiny: Callable[..., Path], oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NKI_SIMULATOR", "1")
     path = tiny(name)
     prompts = prompts_of(LENGTHS, seed=5)
     with launch.engine(
         path, dtype="float32", enforce_eager=True, max_model_len=48, max_num_seqs=4,
-        block_size=16, additional_config=CONFIG | settings,
+        block_size=16, additional_config=CONFIG,
     ) as llm:  # fmt: skip
         NF.reset_receipt()
         outputs = generate(llm, prompts, TOKENS)
@@ -54,7 +41,7 @@ def test_tokens_with_nki_kernels(
         "o_proj",
         "mlp",
         "write_kv",
-        prefill,
+        "segmented_attention",
         "attention_decode",
     ):
         assert ran.get(operator) == {"nki"}, (operator, ran)

@@ -18,6 +18,7 @@ from pilotage.accuracy import gates, metrics
 from pilotage.accuracy.arms import hf
 from pilotage.accuracy.arms.module import CONTEXT, HFModules, Job, OurModules
 from pilotage.accuracy.arms.ranked import answers
+from pilotage.accuracy.arms.routing import Routing
 from pilotage.accuracy.comparison import finite
 from pilotage.core import sites
 from pilotage.core.nouns import Status, Verdict, worst
@@ -28,9 +29,8 @@ SMALL = 3.0
 # Positions at which RoPE is compared besides those of the stream, up to the model's longest.
 FAR = (1000, 5000, 20000, 100000)
 ROW_PARALLEL = ("o_proj", "down_proj")
-# Kinds that may hold experts, and how many times the noise of a router's logits two experts must be apart.
+# Kinds that may hold experts.
 ROUTED = ("mlp", "decoder layer")
-TIE = 4.0
 # Rows of the embedding that are compared.
 MOST_ROWS = 8192
 # A twin's window is 16.
@@ -254,7 +254,7 @@ def _compared(
     other, again = _run(job, baseline)
     rows = torch.arange(truth.shape[1]) if truth.ndim == 3 else None
     if rows is not None and routed is not None and again is not None:
-        rows = rows[_clear(*routed, again[0])]
+        rows = rows[routed.beyond_doubt(again.logits)]
         truth, other = truth[:, rows], other[:, rows]
         target = None if target is None else target[:, rows]
     shown: dict[str, Any] = {}
@@ -267,29 +267,10 @@ def _compared(
     return (target, truth, other), shown
 
 
-def _run(job: Job, arm: HFModules) -> tuple[Tensor, tuple[Tensor, int] | None]:
-    """Run a job on one of Hugging Face's; also its router's logits and how many experts a token gets, if any."""
+def _run(job: Job, arm: HFModules) -> tuple[Tensor, Routing | None]:
+    """Run a job on one of Hugging Face's; also how its router chose, if it has one."""
     routed = arm.routed(job.name, job.x, job.beside) if job.kind in ROUTED else None
-    return (arm.run(job.name, job.x, job.beside), None) if routed is None else (routed[0], routed[1:])
-
-
-def _clear(logits: Tensor, top_k: int, noisy: Tensor) -> Tensor:
-    """Return [S] whether a token's experts are beyond doubt.
-
-    A token that two experts want almost equally goes to either by rounding alone, and its output is then another one.
-
-    Args:
-        logits: [S, E] of the router in fp32.
-        top_k: experts of a token.
-        noisy: the same logits in the baseline.
-    """
-    if top_k >= logits.shape[-1]:
-        return torch.ones(len(logits), dtype=torch.bool)
-    best = logits.topk(top_k + 1).values
-    apart = (noisy - logits).abs().amax(-1)
-    size = float(logits.square().mean().sqrt())
-    unit = apart.clamp_min(float(apart.square().mean().sqrt())).clamp_min(metrics.LINF_FLOOR * size)
-    return best[:, -2] - best[:, -1] > TIE * unit
+    return (arm.run(job.name, job.x, job.beside), None) if routed is None else routed
 
 
 def _epsilon(norm: Any) -> float | None:

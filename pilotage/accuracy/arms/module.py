@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pilotage.accuracy.arms.routing import Routing
 from pilotage.core.errors import Unsupported
 
 
@@ -145,23 +146,17 @@ class HFModules:
         found = module(x.to(self.dtype).float())
         return found[0] if isinstance(found, tuple) else found
 
-    def routed(
-        self, name: str, x: Tensor, beside: Mapping[str, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor, int] | None:
+    def routed(self, name: str, x: Tensor, beside: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Routing] | None:
         """Run a module that may hold experts, and see what its router is asked.
 
         Returns:
-            The module's output, router logits [S, E] in fp32 of the tokens, and how many experts each goes to; None
-            where there is no router. With several routers inside, the last one's.
+            The module's output and its routing; None where there is no router. With several routers inside, the last
+            one's.
         """
-        found: list[tuple[Tensor, int]] = []
+        found: list[Routing] = []
 
-        def see(router: Any, args: tuple[Any, ...], _: Any) -> None:
-            bias = getattr(router, "bias", None)
-            logits = torch.nn.functional.linear(
-                args[0].float(), router.weight.float(), None if bias is None else bias.float()
-            )
-            found.append((logits.reshape(-1, logits.shape[-1]), int(router.top_k)))
+        def see(router: Any, args: tuple[Any, ...], output: Any) -> None:
+            found.append(Routing.seen(router, args[0], output))
 
         routers = [
             module
@@ -176,7 +171,7 @@ class HFModules:
         finally:
             for hook in hooks:
                 hook.remove()
-        return out, *found[-1]
+        return out, found[-1]
 
     @torch.inference_mode()
     def rope(self, positions: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,12 @@ Verbs import what they need inside their function: `pilotage --help` must not pa
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
+import signal
 import sys
+from types import FrameType
 
 import typer
 
@@ -34,8 +37,15 @@ def application() -> typer.Typer:
     return app
 
 
+def _end(signum: int, frame: FrameType | None) -> None:
+    sys.exit(128 + signum)
+
+
 def main() -> None:
     """Run the command line; a user's mistake is one line on standard error and exit code 2."""
+    # Asked to end, as `timeout` and `kill` do, a verb still ends the servers that it has started.
+    with contextlib.suppress(ValueError):  # not in the main thread: whoever has that decides
+        signal.signal(signal.SIGTERM, _end)
     try:
         application()()
     except PilotageError as error:

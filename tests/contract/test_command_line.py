@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -92,3 +93,24 @@ def test_a_mistake_in_a_process_of_its_own() -> None:
     done = subprocess.run([PILOTAGE, "weights", "/no/such/model"], capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("pilotage: /no/such/model: ") and len(done.stderr.splitlines()) == 1
+
+
+def test_asked_to_end_it_ends_what_it_has_started(tmp_path: Path) -> None:
+    """`timeout` sends SIGTERM, of which Python dies on the spot."""
+    code = (
+        "import subprocess, sys, time\n"
+        "from pilotage import cli\n"
+        "def verb():\n"
+        "    server = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "    try:\n        print(server.pid, flush=True)\n        time.sleep(60)\n"
+        "    finally:\n        server.kill()\n        server.wait()\n"
+        "cli.application = lambda: verb\n"
+        "cli.main()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        server = int(process.stdout.readline())
+        process.terminate()
+        assert process.wait(30) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(server, 0)

@@ -138,23 +138,35 @@ def validate_training(
     cls = training_class or registry.training_class(config.architectures or [])
     spec = ArchSpec.from_hf(config)
     cases = training_cases.cases(spec, config.get_text_config().pad_token_id, compiled=compiled)
+    batches = [[case for case in cases if case.inputs is inputs] for inputs in _distinct(cases)]
+    truth = training_cases.hugging_face(path, torch.float32, "sdpa")
+    # The other attention: where Hugging Face's sdpa would not do, the truth is eager already and there is none.
+    baselines = {
+        arm: training_cases.hugging_face(path, getattr(torch, arm), "eager" if arm == "float32" else "sdpa")
+        for arm in arms
+    }
+    faces = {arm: training_cases.ours(cls, path, getattr(torch, arm), _attention(path)) for arm in arms}
+    clock("load")
+    noise: dict[str, dict[str, float]] = {arm: {} for arm in arms}
+    if spec.num_experts:
+        noise |= {arm: _noise(truth, baselines[arm], batches) for arm in arms if arm != "float32"}
+        clock("noise of experts")
     results: list[CaseResult] = []
-    truth = _hugging_face(path, cases, torch.float32, "sdpa")
-    clock("hf_float32")
-    for arm in arms:
-        dtype = getattr(torch, arm)
-        # The other attention: where Hugging Face's sdpa would not do, the truth is eager already and there is none.
-        baseline = _hugging_face(path, cases, dtype, "eager" if dtype is torch.float32 else "sdpa")
-        clock(f"hf_{arm}_baseline")
-        noise = _noise(truth, baseline) if spec.num_experts and arm != "float32" else {}
-        face = training_cases.ours(cls, path, dtype, _attention(path))
-        for case in track(cases, f"training in {arm}"):
-            key = id(case.inputs)
-            found = training_cases.run(face, case, case.ours)
-            results.append(
-                compare(arm, case.name, found, truth[key], baseline[key], routed=bool(spec.num_experts), noise=noise)
-            )
-        clock(f"ours_{arm}")
+    # Batch by batch: logits and gradients of one are as large as the model and a half.
+    for batch in track(batches, "training"):
+        true = training_cases.run(truth, batch[0], batch[0].theirs)
+        clock("hf_float32")
+        for arm in arms:
+            baseline = training_cases.run(baselines[arm], batch[0], batch[0].theirs)
+            clock(f"hf_{arm}_baseline")
+            for case in batch:
+                found = training_cases.run(faces[arm], case, case.ours)
+                routed = bool(spec.num_experts)
+                results.append(compare(arm, case.name, found, true, baseline, routed=routed, noise=noise[arm]))
+            clock(f"ours_{arm}")
+    names = [case.name for case in cases]
+    results.sort(key=lambda result: (arms.index(result.arm), names.index(result.case)))
+    del truth, baselines, faces
     verdicts = checkpoint_verdicts(cls, path)
     clock("checkpoints")
     return TrainingValidation(
@@ -173,21 +185,19 @@ def _attention(path: Path) -> str:
     return hf.attention_of(AutoConfig.from_pretrained(path), "sdpa")
 
 
-def _hugging_face(path: Path, cases: Sequence[Case], dtype: torch.dtype, attention: str) -> dict[int, Step]:
-    """Run Hugging Face once over each different batch."""
-    model = training_cases.hugging_face(path, dtype, attention)
-    batches = {id(case.inputs): case for case in cases}
-    return {key: training_cases.run(model, case, case.theirs) for key, case in batches.items()}
+def _distinct(cases: Sequence[Case]) -> list[training_cases.Inputs]:
+    return list({id(case.inputs): case.inputs for case in cases}.values())
 
 
-def _noise(truth: Mapping[int, Step], baseline: Mapping[int, Step]) -> dict[str, float]:
+def _noise(truth: Any, baseline: Any, batches: Sequence[Sequence[Case]]) -> dict[str, float]:
     """Return the largest relative L2 error of the baseline in any batch, by parameter."""
     largest: dict[str, float] = {}
-    for key, step in truth.items():
-        for name, value in step.gradients.items():
-            other = baseline[key].gradients.get(name)
-            if value is not None and other is not None and float(value.norm()):
-                largest[name] = max(largest.get(name, 0.0), float((other - value).norm() / value.norm()))
+    for case, *_ in batches:
+        true, other = (training_cases.run(model, case, case.theirs).gradients for model in (truth, baseline))
+        for name, value in true.items():
+            found = other.get(name)
+            if value is not None and found is not None and float(value.norm()):
+                largest[name] = max(largest.get(name, 0.0), float((found - value).norm() / value.norm()))
     return largest
 
 

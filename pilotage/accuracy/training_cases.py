@@ -15,9 +15,12 @@ from pilotage.accuracy.arms import hf
 from pilotage.arch.spec import ArchSpec
 
 IGNORED = -100
-# Tokens of a row; with windows longer than that, half a window more than one.
+# Tokens of a row; with windows longer than that, half a window more than one, but not more than the second.
 LENGTH = 50
 LONGEST = 1600
+# Vocabularies from which on a row is an eighth of the window longer than that, and the logits that are compared then.
+WIDE_VOCABULARY = 1 << 16
+MOST_LOGITS = 1 << 26
 ROWS = 3
 # Of the rows in each micro-batch of the accumulation case; their numbers of tokens differ.
 MICRO_BATCHES = (1, 2)
@@ -42,11 +45,18 @@ class Case:
     ours: str = "plain"
     theirs: str = "plain"
 
-    @property
-    def real(self) -> Tensor:
-        """Which rows of the logits are compared, [B, S]: those that stand for a token."""
+    def compared(self, logits: Tensor) -> Tensor:
+        """Return the rows [*, V] of logits [B, S, V] that are compared, fp32.
+
+        They are those that stand for a token; of a wide vocabulary an even choice of them. The loss and the gradients
+        are of all.
+        """
         mask = self.inputs.get("attention_mask")
-        return torch.ones_like(self.inputs["input_ids"]).bool() if mask is None else mask.bool()
+        rows = (torch.ones_like(self.inputs["input_ids"]) if mask is None else mask).flatten().nonzero()[:, 0]
+        most = max(1, MOST_LOGITS // logits.shape[-1])
+        if len(rows) > most:
+            rows = rows[torch.linspace(0, len(rows) - 1, most, dtype=torch.float64).round().long()]
+        return logits.flatten(0, 1)[rows].float()
 
 
 @dataclass(kw_only=True)
@@ -67,7 +77,8 @@ class Step:
 def length_of(spec: ArchSpec) -> int:
     """Return the tokens of a row, so that windows show where that is affordable."""
     window = spec.sliding_window if "sliding_attention" in spec.layer_types else None
-    return min(max(LENGTH, window + window // 2 if window else 0), LONGEST)
+    more = 8 if spec.vocab_size >= WIDE_VOCABULARY else 2
+    return min(max(LENGTH, window + window // more if window else 0), LONGEST)
 
 
 def cases(spec: ArchSpec, pad_id: int | None, *, compiled: bool = True) -> list[Case]:
@@ -140,7 +151,7 @@ def run(model: Any, case: Case, how: str = "plain") -> Step:
     }
     model.zero_grad(set_to_none=True)
     logits = torch.cat(outputs, dim=1 if how == "apart" else 0)
-    return Step(logits=logits[case.real].float(), loss=total, gradients=gradients)
+    return Step(logits=case.compared(logits), loss=total, gradients=gradients)
 
 
 def _micro_batches(inputs: Inputs) -> list[Inputs]:

@@ -170,3 +170,12 @@ def test_the_command_prints_json_and_leaves_with_its_code(tiny: Tiny) -> None:
     assert all(len(case["parameters"]) == 39 for case in result["cases"])
     wrong = subprocess.run([*command, "--level", "2"], capture_output=True, text=True, check=False)
     assert wrong.returncode == 2 and "--level --train" in wrong.stderr
+
+
+def test_of_a_wide_vocabulary_an_even_choice_of_real_rows_is_compared() -> None:
+    wide = training_cases.MOST_LOGITS // 4
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    case = training_cases.Case(name="any", inputs={"input_ids": torch.zeros(2, 5).long(), "attention_mask": mask})
+    logits = torch.arange(10.0).reshape(2, 5, 1).bfloat16()
+    assert case.compared(logits)[:, 0].tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert case.compared(logits.expand(2, 5, wide))[:, 0].tolist() == [2, 4, 7, 9]

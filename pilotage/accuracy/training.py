@@ -138,7 +138,7 @@ def validate_training(
     cls = training_class or registry.training_class(config.architectures or [])
     spec = ArchSpec.from_hf(config)
     cases = training_cases.cases(spec, config.get_text_config().pad_token_id, compiled=compiled)
-    batches = [[case for case in cases if case.inputs is inputs] for inputs in _distinct(cases)]
+    routed, batches = bool(spec.num_experts), _batches(cases)
     truth = training_cases.hugging_face(path, torch.float32, "sdpa")
     # The other attention: where Hugging Face's sdpa would not do, the truth is eager already and there is none.
     baselines = {
@@ -148,7 +148,7 @@ def validate_training(
     faces = {arm: training_cases.ours(cls, path, getattr(torch, arm), _attention(path)) for arm in arms}
     clock("load")
     noise: dict[str, dict[str, float]] = {arm: {} for arm in arms}
-    if spec.num_experts:
+    if routed:
         noise |= {arm: _noise(truth, baselines[arm], batches) for arm in arms if arm != "float32"}
         clock("noise of experts")
     results: list[CaseResult] = []
@@ -161,7 +161,6 @@ def validate_training(
             clock(f"hf_{arm}_baseline")
             for case in batch:
                 found = training_cases.run(faces[arm], case, case.ours)
-                routed = bool(spec.num_experts)
                 results.append(compare(arm, case.name, found, true, baseline, routed=routed, noise=noise[arm]))
             clock(f"ours_{arm}")
     names = [case.name for case in cases]
@@ -185,8 +184,12 @@ def _attention(path: Path) -> str:
     return hf.attention_of(AutoConfig.from_pretrained(path), "sdpa")
 
 
-def _distinct(cases: Sequence[Case]) -> list[training_cases.Inputs]:
-    return list({id(case.inputs): case.inputs for case in cases}.values())
+def _batches(cases: Sequence[Case]) -> list[list[Case]]:
+    """Put together the cases that feed the same batch."""
+    found: dict[int, list[Case]] = {}
+    for case in cases:
+        found.setdefault(id(case.inputs), []).append(case)
+    return list(found.values())
 
 
 def _noise(truth: Any, baseline: Any, batches: Sequence[Sequence[Case]]) -> dict[str, float]:

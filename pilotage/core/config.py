@@ -106,6 +106,13 @@ class TargetConfig:
         "With `kv_cache_dtype=fp8`, store keys and values with scale 1.0 where the checkpoint has no `k_scale` and "
         "`v_scale`; without this such a checkpoint is refused. See docs/kv-cache.md.",
     )
+    screen_lm_head: bool | None = _setting(
+        None,
+        "Keep an 8-bit copy of the LM head, half its size, and let steps in which every request wants nothing but the "
+        "most likely token compute only the logits that the copy cannot rule out: the same tokens for about half the "
+        "time of the head. None: where it pays and can be done, which is a bf16 head of at least 32,768 tokens on one "
+        "rank, with the compiled CPU kernels and without a cap on the logits. See docs/serving.md.",
+    )
     exact_taps: bool = _setting(
         False,
         "Compile so that taps change nothing, bit for bit, also in bf16: every operator rounds as it does without a "
@@ -143,8 +150,9 @@ class TargetConfig:
             size = parsed.get(key, 1)
             if not _is_positive_int(size) and not (key == "ep_degree" and size is None):
                 raise ConfigError(f"{key}={size!r} is not a positive integer", where=where)
-        for key in ("lazy_compile", "unscaled_fp8_kv_cache", "exact_taps"):
-            if not isinstance(parsed.get(key, False), bool):
+        for key in ("lazy_compile", "unscaled_fp8_kv_cache", "exact_taps", "screen_lm_head"):
+            default = known[key].default
+            if not isinstance(parsed.get(key, default), bool) and parsed.get(key, default) is not default:
                 raise ConfigError(f"{key}={parsed[key]!r} is neither true nor false", where=where)
         if parsed.get("on_device_sampling_config") is not None:
             parsed["on_device_sampling_config"] = _sampling(parsed["on_device_sampling_config"], where)

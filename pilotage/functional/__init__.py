@@ -20,7 +20,7 @@ from pilotage.functional.latent import latent_queries, latent_values
 from pilotage.functional.moe import expert_affinities, experts, router, router_logits
 from pilotage.functional.native import load_kernels
 from pilotage.functional.norm import rms_norm
-from pilotage.functional.padding import only_wanted, padded
+from pilotage.functional.padding import likely_only, only_wanted, padded
 from pilotage.functional.projections import (
     ACTIVATIONS,
     activation_function,
@@ -37,6 +37,7 @@ from pilotage.functional.receipts import count_fallbacks, receipt, reset_receipt
 from pilotage.functional.registry import DEFINITION, describe, explain, forced, kernels_disabled, operator, register
 from pilotage.functional.rotary import RopeFrequencies, rope_frequencies, rope_table, rotary
 from pilotage.functional.sampling import greedy_tokens, sample_tokens
+from pilotage.functional.screen import Screen, screened
 
 __all__ = [
     "ACTIVATIONS",
@@ -47,6 +48,7 @@ __all__ = [
     "Emulator",
     "Limit",
     "RopeFrequencies",
+    "Screen",
     "TensorSpec",
     "activation_function",
     "attention_decode",
@@ -63,6 +65,7 @@ __all__ = [
     "kernels_disabled",
     "latent_queries",
     "latent_values",
+    "likely_only",
     "linear",
     "lm_head",
     "load_kernels",
@@ -83,6 +86,7 @@ __all__ = [
     "router",
     "router_logits",
     "sample_tokens",
+    "screened",
     "segmented_attention",
     "softcap",
     "write_kv",

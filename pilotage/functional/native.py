@@ -16,8 +16,9 @@ import pilotage.functional.attention
 import pilotage.functional.projections
 import pilotage.functional.sampling  # noqa: F401  the operators exist before implementations of them register
 from pilotage.functional.domain import Domain, Limit
-from pilotage.functional.padding import ends_of, wanted_of
+from pilotage.functional.padding import ends_of, likely_of, wanted_of
 from pilotage.functional.registry import kernels_disabled, picking, register
+from pilotage.functional.screen import screen
 from pilotage.kernels import cpu
 
 _MAX_ROWS_PLAIN = 16  # of a linear layer's input where the processor has no bf16 products
@@ -42,6 +43,13 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _o_proj(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.pilotage.native_linear(x, weight, bias, ends_of(x), wanted_of(x))
+
+
+def _lm_head(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    only, copy = likely_of(), screen()
+    if only is None or copy is None or bias is not None:
+        return _linear(x, weight, bias)
+    return torch.ops.pilotage.native_likely_linear(x, weight, ends_of(x), only, *copy.tensors())
 
 
 def _qkv_proj(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -102,7 +110,7 @@ _WRITE_DOMAIN = Domain(targets=("cpu",), one_dtype=("k_cache", "v_cache", "k", "
 for _operator, _function in (
     ("linear", _linear),
     ("o_proj", _o_proj),
-    ("lm_head", _linear),
+    ("lm_head", _lm_head),
     ("qkv_proj", _qkv_proj),
 ):
     register(_operator, "native", _function, domain=_LINEAR_DOMAIN, priority=20, language="C++")

@@ -2,7 +2,8 @@
 
 Inside `padded` an implementation may leave out the rows of a bucket after its last token. Inside `only_wanted` the
 output projection and the MLP may leave out more: of a prompt, a model's last layer makes nothing that is read later but
-the row that is sampled from. The definitions compute all rows.
+the row that is sampled from. Inside `likely_only` the head may leave out logits that cannot be the largest of their
+row. The definitions compute everything.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ class _State:
     num_rows = 0
     ends: Tensor | None = None
     wanted: Tensor | None = None
+    likely: Tensor | None = None
 
 
 @contextlib.contextmanager
@@ -57,3 +59,22 @@ def only_wanted(rows: Tensor | None) -> Iterator[None]:
 def wanted_of(x: Tensor) -> Tensor | None:
     """Return the tensor that lists the wanted rows of x [rows, ...]; None for all."""
     return _State.wanted if x.ndim == 2 and x.shape[0] == _State.num_rows else None
+
+
+@contextlib.contextmanager
+def likely_only(only: Tensor | None) -> Iterator[None]:
+    """Say whether more is read of the head's output than which logit of a row is the largest, the first of those.
+
+    Args:
+        only: [1] int32, not zero where nothing else is: the others may then be -inf. None: everything is read.
+    """
+    before, _State.likely = _State.likely, only
+    try:
+        yield
+    finally:
+        _State.likely = before
+
+
+def likely_of() -> Tensor | None:
+    """Return the tensor that says whether only the largest logit of a row is read; None where all are."""
+    return _State.likely

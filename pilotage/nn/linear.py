@@ -107,10 +107,15 @@ class ReplicatedLinear(ColumnParallelLinear):
 
 
 class LMHead(ColumnParallelLinear):
-    """The head: vocabulary divided over the ranks, filled up where it does not divide, logits whole on every rank."""
+    """The head: vocabulary divided over the ranks, filled up where it does not divide, logits whole on every rank.
+
+    Attributes:
+        screen: an 8-bit copy of the weight, on which a greedy step finds what it need not compute; None without one.
+    """
 
     def __init__(self, in_features: int, vocab_size: int, bias: bool = False) -> None:
         super().__init__(in_features, vocab_size, bias, gather_output=True, component="lm_head", padded=True)
+        self.screen: NF.Screen | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Project hidden rows x [rows, D] to logits [rows, V]."""
@@ -119,7 +124,8 @@ class LMHead(ColumnParallelLinear):
         if shared:
             count = x.shape[0] // replicas.world_size
             x = x.narrow(0, replicas.rank * count, count)
-        logits = self.gather(NF.lm_head(x, self.weight, self.bias))
+        with NF.screened(self.screen):
+            logits = self.gather(NF.lm_head(x, self.weight, self.bias))
         if logits.shape[-1] > self.out_features:
             logits = logits[..., : self.out_features]
         return replicas.all_gather(logits, dim=0) if shared else logits

@@ -141,6 +141,7 @@ class StepInputs:
         is_token_ids: [T] bool, False for those rows; with `inputs_embeds`.
         wanted_rows: [T + 1] int32, how many rows of the hidden states are read and then which: all that are real, until
             `want_sampled` says otherwise. None in a decode graph, which reads them all.
+        likely_only: [1] int32, 1 where nothing but the largest logit of a row is read, as `want_likely` says.
         hidden_states: [T, D], for a draft head that continues a model's; None for every other model.
         aux_hidden_states: [T, *], hidden states that the last run handed out for a draft head; None without one.
     """
@@ -180,6 +181,7 @@ class StepInputs:
         self.wanted_rows = torch.zeros(size + 1, dtype=torch.int32) if kind == "prefill" else None
         if self.wanted_rows is not None:
             self.attn_metadata["wanted_rows"] = self.wanted_rows
+        self.likely_only = self.attn_metadata["likely_only"] = torch.zeros(1, dtype=torch.int32)
         for group, slots, table in zip(self.groups, self.slot_mappings, self.block_tables, strict=True):
             shared = {
                 "block_table_tensor": table,
@@ -275,7 +277,7 @@ class StepInputs:
             *(self.inputs_embeds, self.is_token_ids, self.hidden_states, self.wanted_rows),
         )
         own += [tensor for tensor in some if tensor is not None]
-        return [*own, self.cached_seq_len, self.token_to_req, *self.slot_mappings, *self.block_tables]
+        return [*own, self.likely_only, self.cached_seq_len, self.token_to_req, *self.slot_mappings, *self.block_tables]
 
     def clear(self) -> None:
         """Make every token and row padding."""
@@ -292,6 +294,11 @@ class StepInputs:
             self.is_token_ids.fill_(True)
         if self.wanted_rows is not None:
             self.wanted_rows.zero_()
+        self.likely_only.zero_()
+
+    def want_likely(self) -> None:
+        """Let the head leave out logits that are not the largest of their row; after `fill`."""
+        self.likely_only.fill_(1)
 
     def want_sampled(self) -> None:
         """Let the last layer leave out what only hidden states of other rows would show; after `fill`."""

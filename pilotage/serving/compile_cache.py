@@ -219,7 +219,15 @@ def _sum(file: Path) -> str:
 
 def _prune(directory: Path) -> None:
     """Keep the most recently used fingerprints; leave those alone that another process may be building."""
-    found = sorted((path for path in directory.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
-    for path in found[:-_KEPT]:
-        if time.time() - path.stat().st_mtime > 3600:
+    used = [(seconds, path) for path in directory.iterdir() if (seconds := _last_used(path)) is not None]
+    for seconds, path in sorted(used)[:-_KEPT]:
+        if time.time() - seconds > 3600:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _last_used(path: Path) -> float | None:
+    """Return when a directory was used; None if there is none, as where another process has just removed it."""
+    try:
+        return path.stat().st_mtime if path.is_dir() else None
+    except OSError:
+        return None

@@ -11,7 +11,7 @@ import torch
 
 from pilotage.core.config import TargetConfig
 from pilotage.core.errors import BadInput, Unsupported, WeightError
-from pilotage.serving import kv_scales, memory
+from pilotage.serving import head_screen, kv_scales, memory
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -95,6 +95,7 @@ def load_model(
     model.eval()
     model.requires_grad_(False)
     require_finite(model, model_config.model)
+    head_screen.attach(model, target.screen_lm_head)
     if cache_8bit:
         kv_scales.attach(model, checkpoint(model_config.model), unscaled=target.unscaled_fp8_kv_cache)
     return model, ledger

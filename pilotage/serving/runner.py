@@ -33,7 +33,7 @@ from pilotage.serving.platform import FORCE_KEY
 from pilotage.serving.probing import Probing
 from pilotage.serving.record import Recorder
 from pilotage.serving.requests import Requests
-from pilotage.serving.sampling import ForcedTokens, PromptScores
+from pilotage.serving.sampling import ForcedTokens, PromptScores, only_argmax
 from pilotage.serving.step_sampler import StepSampler
 
 if TYPE_CHECKING:
@@ -150,6 +150,7 @@ class ModelRunner:
             unfinished = set(self.requests.unfinished_prefills(scheduled))
         # A row of logits for each draft of a request, and one for the token after them.
         counts = [1 + len(rows.spec_token_ids[row]) for row in range(rows.num_reqs)]
+        likely_only = self._reads_largest_only(step) and max(counts) == 1
         logits: Tensor | None = None
         hidden: dict[str, Tensor] = {}
         forwards = batch.split(
@@ -178,6 +179,8 @@ class ModelRunner:
                 device.fill(inputs, forward, rows, self.requests.states, unfinished, wanted)
             if not self._reads_hidden_states and max(counts) == 1:
                 inputs.want_sampled()
+            if likely_only:
+                inputs.want_likely()
             ids = [rows.req_ids[row] for row in forward.rows]
             self.probing.before(inputs, forward, ids, self.requests.states)
             all_logits, states = self.graphs.run(inputs)
@@ -214,6 +217,15 @@ class ModelRunner:
             or self.recorder is not None
             or self.proposer is not None
             or self.graphs.taps is not None
+        )
+
+    def _reads_largest_only(self, step: SchedulerOutput) -> bool:
+        """Whether nothing is read of this step's logits but which of a row is the largest."""
+        watched = self.prompt_scores.wanted or self.recorder is not None or self.graphs.taps is not None
+        return (
+            not watched
+            and not step.has_structured_output_requests
+            and only_argmax(self.requests.batch.sampling_metadata)
         )
 
     def _sampled(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -43,24 +44,24 @@ def work(rank: int, port: int, path: Path, out: Path) -> None:
 def main(path: Path, count: int) -> int:
     torch.set_num_threads(1)
     load(path)  # whatever is imported on the way is imported once
-    with tempfile.TemporaryDirectory() as directory:
-        out = Path(directory)
-        for _ in range(count):
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            children = []
-            for rank in range(WORLD):
-                child = os.fork()
-                if child == 0:
-                    work(rank, port, path, out)
-                    return 0
-                children.append(child)
-            codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-            digests = {(out / str(rank)).read_text() for rank in range(WORLD)} if not any(codes) else set()
-            print(codes, *digests, flush=True)
-            if any(codes):
-                return 1
+    out = Path(tempfile.mkdtemp())  # not a context: a child that leaves would take it along
+    for _ in range(count):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = []
+        for rank in range(WORLD):
+            child = os.fork()
+            if child == 0:
+                work(rank, port, path, out)
+                return 0
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        digests = {(out / str(rank)).read_text() for rank in range(WORLD)} if not any(codes) else set()
+        print(codes, *digests, flush=True)
+        if any(codes):
+            return 1
+    shutil.rmtree(out)
     return 0
 
 

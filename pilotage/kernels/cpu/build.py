@@ -126,6 +126,7 @@ def _register_fakes() -> None:
         return None
 
     torch.library.register_fake("pilotage::native_linear", linear)
+    torch.library.register_fake("pilotage::native_likely_linear", linear)
     torch.library.register_fake("pilotage::native_mlp", mlp)
     torch.library.register_fake("pilotage::native_argmax", by_row)
     torch.library.register_fake("pilotage::native_packed_attention", like_q)

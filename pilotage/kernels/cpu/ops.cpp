@@ -15,6 +15,7 @@
 #include "gemm.h"
 #include "kept_memory.h"
 #include "linear.h"
+#include "screen.h"
 #include "threads.h"
 
 namespace pilotage {
@@ -85,6 +86,7 @@ void for_wanted_rows(const Tensor& x, const std::optional<Tensor>& ends, const s
 
 constexpr int64_t kFewRows = 32;      // up to here the weight is multiplied as it lies, from there on in panels
 constexpr int64_t kLooksAhead = 256;  // up to here a panel takes little longer to fetch than to multiply
+constexpr int64_t kWorthPicking = 16;  // from this share of all products on, computing all in order is as fast
 constexpr int64_t kRowsInPart = 256;  // of x that meet a panel at least, so that laying it out stays cheap
 
 template <typename T>
@@ -135,6 +137,65 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
       run_linear<float>(rows, m, w_flat, b_flat, to);
     }
   });
+  return out;
+}
+
+// The first m rows of x times the weight, as `run_linear`, but only where a product can be its row's largest; -inf elsewhere.
+void run_likely(const Tensor& x, int64_t m, const Tensor& weight, const Screen& screen, const Tensor& out) {
+  const int64_t k = screen.k, n = screen.n;
+  std::memset(writable<bf16>(out) + m * n, 0, (out.numel() - m * n) * sizeof(bf16));
+  const PaddedRows<bf16> padded(pointer<bf16>(x), m, k);
+  const bf16* w = pointer<bf16>(weight);
+  bf16* const y = writable<bf16>(out);
+  const std::vector<std::vector<int32_t>> found = likely_rows(padded.rows, m, padded.k, screen);
+  std::vector<std::pair<int64_t, int64_t>> parts;  // a row of x, and the first of sixteen products of it
+  for (int64_t i = 0; i < m; ++i) {
+    const int64_t count = int64_t(found[i].size());
+    if (count == 0 || count > n / kWorthPicking) {  // not a number somewhere, or nothing stands out
+      run_linear<bf16>(x.narrow(0, i, 1), 1, weight, std::nullopt, out.narrow(0, i, 1));
+      continue;
+    }
+    constexpr int64_t kPart = int64_t(1) << 14;
+    for (int64_t at = 0; at < n; at += kPart) parts.emplace_back(i, -at - 1);  // to be filled
+  }
+  const int64_t fills = int64_t(parts.size());
+  share_blocks(fills, false, [&](int64_t part, int64_t) {
+    const auto [row, at] = parts[part];
+    const int64_t first = -at - 1;
+    std::fill_n(reinterpret_cast<uint16_t*>(y) + row * n + first, std::min<int64_t>(int64_t(1) << 14, n - first), uint16_t(0xff80));
+  });
+  parts.clear();
+  for (int64_t i = 0; i < m; ++i) {
+    const int64_t count = int64_t(found[i].size());
+    if (count > n / kWorthPicking) continue;
+    for (int64_t at = 0; at < count; at += 16) parts.emplace_back(i, at);
+  }
+  share_blocks(int64_t(parts.size()), false, [&](int64_t part, int64_t) {
+    const auto [row, at] = parts[part];
+    const int count = int(std::min<int64_t>(16, int64_t(found[row].size()) - at));
+    const bf16* lines[16];
+    for (int i = 0; i < 16; ++i) lines[i] = w + int64_t(found[row][at + std::min(i, count - 1)]) * k;
+    alignas(64) bf16 rounded[16];
+    store16(rounded, dot_rows(padded.rows + row * padded.k, lines, k));
+    for (int i = 0; i < count; ++i) y[row * n + found[row][at + i]] = rounded[i];
+  });
+}
+
+Tensor likely_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& ends, const Tensor& only, const Tensor& codes, const Tensor& leading,
+                     const Tensor& scale, const Tensor& length, const Tensor& basis, const Tensor& bounds) {
+  TORCH_CHECK(only.scalar_type() == at::kInt && only.numel() == 1, "only must be one int32");
+  if (!*pointer<int32_t>(only)) return linear(x, weight, std::nullopt, ends, std::nullopt);
+  TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1), "likely_linear: shapes do not fit");
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kBFloat16 && weight.is_contiguous(), "likely_linear: only bfloat16");
+  const int64_t n = weight.size(0), k = weight.size(1), panels = (n + kScreenPanel - 1) / kScreenPanel, principal = leading.size(1) * 2;
+  TORCH_CHECK(codes.scalar_type() == at::kByte && codes.numel() == panels * (k - principal) * kScreenPanel && (k - principal) % 4 == 0 && codes.is_contiguous() &&
+                  leading.scalar_type() == at::kBFloat16 && leading.size(0) == panels && leading.numel() == panels * principal * kScreenPanel && leading.is_contiguous() &&
+                  scale.numel() == panels * kScreenPanel && length.numel() == panels * kScreenPanel && basis.numel() == (k + 63) / 64 * 64 * k && bounds.numel() == 4,
+              "likely_linear: the screen is not this weight's");
+  const float* b = pointer<float>(bounds);
+  const Screen screen{pointer<uint8_t>(codes), pointer<bf16>(leading), pointer<float>(scale), pointer<float>(length), pointer<float>(basis), b[0], b[1], b[2], b[3], n, k, principal};
+  Tensor out = empty_result({x.size(0), n}, x.options());
+  run_likely(x.contiguous(), real_rows(x.size(0), ends), weight, screen, out);
   return out;
 }
 
@@ -422,6 +483,7 @@ void write_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k_any,
 
 TORCH_LIBRARY_FRAGMENT(pilotage, m) {
   m.def("native_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? ends, Tensor? wanted) -> Tensor");
+  m.def("native_likely_linear(Tensor x, Tensor weight, Tensor? ends, Tensor only, Tensor codes, Tensor leading, Tensor scale, Tensor length, Tensor basis, Tensor bounds) -> Tensor");
   m.def("native_mlp(Tensor x, Tensor gate_up, Tensor down, Tensor? gate_up_bias, Tensor? down_bias, int activation, Tensor? ends, Tensor? wanted) -> Tensor");
   m.def("native_argmax(Tensor x) -> Tensor");
   m.def("native_packed_attention(Tensor q, Tensor k, Tensor v, Tensor query_start_loc, float scale, int? window, float? softcap, Tensor? sinks) -> Tensor");
@@ -431,6 +493,7 @@ TORCH_LIBRARY_FRAGMENT(pilotage, m) {
 
 TORCH_LIBRARY_IMPL(pilotage, CPU, m) {
   m.impl("native_linear", TORCH_FN(pilotage::linear));
+  m.impl("native_likely_linear", TORCH_FN(pilotage::likely_linear));
   m.impl("native_mlp", TORCH_FN(pilotage::mlp));
   m.impl("native_argmax", TORCH_FN(pilotage::argmax));
   m.impl("native_packed_attention", TORCH_FN(pilotage::packed_attention));

@@ -133,7 +133,8 @@ class CausalLM(nn.Module):
                 x = torch.where(is_token_ids[:, None], x, inputs_embeds.to(x.dtype))
             hidden = enter(self.model(x, positions, context))
             aux = enter(context[AUX_HIDDEN_STATES]) if self.aux_hidden_state_layers else None
-        with NF.padded(input_ids.shape[0], ends):  # in a decode graph, whose sampled rows are its tokens
+        likely = NF.likely_only(context.get("likely_only"))
+        with likely, NF.padded(input_ids.shape[0], ends):  # in a decode graph, whose sampled rows are its tokens
             logits = self.compute_logits(hidden[sampling_positions])
         if logit_mask is not None:
             logits = logits.masked_fill(~logit_mask, float("-inf"))

@@ -22,7 +22,8 @@ class PagedContext(dict[str, Any]):
 
     A dictionary as the guide documents it, e.g. `ctx["layers.0.self_attn"]["slot_mapping"]`, plus the top-level keys
     `positions` [T] int32, `decode_token_threshold` and, where a graph can leave rows out, `wanted_rows` [T + 1] int32:
-    how many rows of the last layer's output are read in this step, and then which. A layer's entry has
+    how many rows of the last layer's output are read in this step, and then which; and `likely_only` [1] int32, not
+    zero where nothing but the largest logit of a row is read. A layer's entry has
 
     | key | what |
     |---|---|

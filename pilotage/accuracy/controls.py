@@ -27,7 +27,7 @@ from pilotage.core.errors import Unsupported
 from pilotage.core.progress import track
 
 # Part of the cache key of measured controls: change it with anything that changes what a control computes.
-RECIPE = 5
+RECIPE = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +83,10 @@ CONTROLS: tuple[Control, ...] = (
     Control(name="token by token through the KV cache, eager attention", attention="eager", mode="cached"),
     Control(name="compiled, eager attention", attention="eager", compiled=True),
     Control(name="compiled, chunks through the KV cache", attention="sdpa", mode="chunked", compiled=True),
+    Control(
+        name="compiled, chunks through the KV cache, eager attention", attention="eager", mode="chunked", compiled=True
+    ),
+    Control(name="compiled, token by token through the KV cache", attention="sdpa", mode="cached", compiled=True),
 )
 ENOUGH = 9
 
@@ -98,14 +102,32 @@ def _variant(model: Any, control: Control) -> HFArm:
         control.change(variant)
     set_attention(variant, control.attention)
     if control.compiled:
-        for layer in _commonest(variant.get_decoder().layers):
+        for layer in _commonest(_layers(variant)):
             layer.forward = torch.compile(layer.forward, dynamic=True)
     return HFArm(variant, control.name, mode=control.mode)
 
 
+def _layers(model: Any) -> Any:
+    """Return the decoder's layers; where it has no `layers`, as GPT-2's `h`, the longest list of modules in it.
+
+    Raises:
+        Unsupported: there is none.
+    """
+    layers = getattr(model.get_decoder(), "layers", None)
+    if layers is None:
+        lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
+        layers = max(lists, key=len, default=None)
+    if not layers:
+        raise Unsupported("its decoder has no list of layers to compile", where=type(model).__name__)
+    return layers
+
+
 def _commonest(layers: Any) -> list[Any]:
     """Return the layers of the most frequent kind: they share one graph, and each further kind costs seconds more."""
-    kinds = [getattr(layer, "attention_type", getattr(layer.self_attn, "is_sliding", None)) for layer in layers]
+    kinds = [
+        getattr(layer, "attention_type", getattr(getattr(layer, "self_attn", None), "is_sliding", None))
+        for layer in layers
+    ]
     kind = max(kinds, key=kinds.count)
     return [layer for layer, found in zip(layers, kinds, strict=True) if found == kind]
 

@@ -25,6 +25,7 @@ from pilotage.accuracy.training_cases import Case, Step
 from pilotage.accuracy.validate import ARMS, Clock, versions
 from pilotage.arch import source
 from pilotage.arch.spec import ArchSpec
+from pilotage.core.errors import Unsupported
 from pilotage.core.nouns import Status, Verdict, worst
 from pilotage.core.progress import track
 from pilotage.models import registry
@@ -410,16 +411,24 @@ def _hf_reads(face: nn.Module, saved: Path) -> Verdict:
     return _exact("transformers loads it to the same values", "parameters_differing", odd, len(names))
 
 
-def _serving_model(path: Path) -> Any:
-    config = source.load_config(str(path))
-    entry = registry.find(config.architectures or [])
-    assert entry is not None
+def _serving_model(path: Path, served_as: Path | None = None) -> Any:
+    """Build the model that serves a checkpoint, on the meta device.
+
+    Args:
+        path: its directory.
+        served_as: of the checkpoint that says which architecture this is, where another does: a class of the user's
+            own saves its own name.
+    """
+    architectures = source.load_config(str(served_as or path)).architectures
+    entry = registry.find(architectures or [])
+    if entry is None:
+        raise Unsupported(f"no model package serves {architectures}", where=str(path))
     with torch.device("meta"):
-        return entry.load().from_configs(config)
+        return entry.load().from_configs(source.load_config(str(path)))
 
 
 def _serving_reads(path: Path, saved: Path) -> Verdict:
-    before, after = _serving_model(path), _serving_model(saved)
+    before, after = _serving_model(path), _serving_model(saved, served_as=path)
     before.load_weights(path)
     after.load_weights(saved)
     wanted, found = dict(before.named_parameters()), dict(after.named_parameters())

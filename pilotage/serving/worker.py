@@ -111,7 +111,7 @@ class PilotageWorker(WorkerBase):
             self.model, self.ledger = loading.load_model(self.vllm_config, device=self.device, cache_8bit=cache_8bit)
             self.draft_model = speculation.load(self.vllm_config, self.model)
         for model in (self.model, self.draft_model):
-            use_huge_pages(model.parameters() if model is not None else ())
+            use_huge_pages((*model.parameters(), *model.buffers()) if model is not None else ())
         self.load_s = time.perf_counter() - start
 
     def get_model(self) -> torch.nn.Module:

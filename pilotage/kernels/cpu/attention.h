@@ -29,12 +29,35 @@ struct Keys {
 
   // Where keys and values [first, first + n) of a head lie.
   void block(int64_t head, int64_t first, int n, const T** key, const T** value) const {
-    for (int s = 0; s < n; ++s) {
+    for (int s = 0; s < n;) {
       const int64_t at = first + s;
       const int64_t page = table ? table[at / block_size] : 0, slot = table ? at % block_size : at;
-      key[s] = k + page * k_page + head * k_head + slot * k_slot;
-      value[s] = v + page * v_page + head * v_head + slot * v_slot;
+      const T* from_k = k + page * k_page + head * k_head + slot * k_slot;
+      const T* from_v = v + page * v_page + head * v_head + slot * v_slot;
+      for (const int end = table ? int(std::min<int64_t>(n, s + block_size - slot)) : n; s < end; ++s) {
+        key[s] = from_k, value[s] = from_v;
+        from_k += k_slot, from_v += v_slot;
+      }
     }
+  }
+};
+
+constexpr int kLine = 64;  // bytes that are fetched together
+
+// Rows of `bytes` that are read next. Pages lie anywhere, so the processor does not see them coming.
+struct Next {
+  const void* row[kKeysAtATime];
+  int count = 0;
+
+  template <typename T>
+  void set(const T* const* rows, int n) {
+    for (int s = 0; s < n; ++s) row[s] = rows[s];
+    count = n;
+  }
+  // Fetches bytes [from, to) of row s, where there is one.
+  void fetch(int s, int64_t from, int64_t to) const {
+    if (s >= count) return;
+    for (int64_t at = from; at < to; at += kLine) __builtin_prefetch(static_cast<const char*>(row[s]) + at, 0, 2);
   }
 };
 
@@ -61,12 +84,15 @@ struct State {
 };
 
 template <typename T, int MR>
-inline void logits_of(const T* q, int64_t h, int64_t h_padded, const T* const* keys, int n, float scale, float* logits) {
+inline void logits_of(const T* q, int64_t h, int64_t h_padded, const T* const* keys, int n, float scale, float* logits, const Next& next) {
   constexpr int NR = 16 / MR;
   const int64_t whole = h / 32 * 32;
   for (int s = 0; s < n; s += NR) {
     const T* key[NR];
-    for (int j = 0; j < NR; ++j) key[j] = keys[std::min(s + j, n - 1)];
+    for (int j = 0; j < NR; ++j) {
+      key[j] = keys[std::min(s + j, n - 1)];
+      next.fetch(s + j, 0, h * int64_t(sizeof(T)));
+    }
     f32x16 sum[16] = {};
     for (int64_t i = 0; i < whole; i += 32) {
       Pack<T> k[NR];
@@ -99,13 +125,14 @@ inline f32x16 load_first_16(const T* p, int n) {
 // sum = sum * shrink + weights x values, for MR rows and VR vectors of 16 channels from channel h0. A block is summed by
 // itself first: fp32 loses less in two short sums than in one long one.
 template <typename T, int MR, int VR>
-inline void add_values(const float* weights, const T* const* values, int n, int64_t h0, int channels, const float* shrink, float* sum, int64_t h_padded) {
+inline void add_values(const float* weights, const T* const* values, int n, int64_t h0, int channels, const float* shrink, float* sum, int64_t h_padded, const Next& next) {
   f32x16 acc[MR][VR];
   for (int m = 0; m < MR; ++m) {
     for (int c = 0; c < VR; ++c) acc[m][c] = f32x16{};
   }
   if (channels == 16 * VR) {
     for (int s = 0; s < n; ++s) {
+      next.fetch(s, h0 * int64_t(sizeof(T)), (h0 + 16 * VR) * int64_t(sizeof(T)));
       f32x16 v[VR];
       for (int c = 0; c < VR; ++c) v[c] = load16(values[s] + h0 + 16 * c);
       for (int m = 0; m < MR; ++m) {
@@ -119,6 +146,7 @@ inline void add_values(const float* weights, const T* const* values, int n, int6
       for (int m = 0; m < MR; ++m) acc[m][0] += splat(weights[m * kKeysAtATime + s]) * v;
     }
   }
+  for (int s = n; s < next.count; ++s) next.fetch(s, h0 * int64_t(sizeof(T)), (h0 + 16 * VR) * int64_t(sizeof(T)));
   for (int m = 0; m < MR; ++m) {
     for (int c = 0; c < VR; ++c) {
       float* at = sum + m * h_padded + h0 + 16 * c;
@@ -128,28 +156,49 @@ inline void add_values(const float* weights, const T* const* values, int n, int6
 }
 
 template <typename T, int MR>
-inline void add_block(const float* weights, const T* const* values, int n, int64_t h, const float* shrink, float* sum, int64_t h_padded) {
+inline void add_block(const float* weights, const T* const* values, int n, int64_t h, const float* shrink, float* sum, int64_t h_padded, const Next& next) {
   constexpr int VR = MR == 8 ? 2 : 4;
   int64_t h0 = 0;
-  for (; h - h0 >= 16 * VR; h0 += 16 * VR) add_values<T, MR, VR>(weights, values, n, h0, 16 * VR, shrink, sum, h_padded);
-  for (; h - h0 > 0; h0 += 16) add_values<T, MR, 1>(weights, values, n, h0, int(std::min<int64_t>(16, h - h0)), shrink, sum, h_padded);
+  for (; h - h0 >= 16 * VR; h0 += 16 * VR) add_values<T, MR, VR>(weights, values, n, h0, 16 * VR, shrink, sum, h_padded, next);
+  for (; h - h0 > 0; h0 += 16) add_values<T, MR, 1>(weights, values, n, h0, int(std::min<int64_t>(16, h - h0)), shrink, sum, h_padded, next);
 }
 
 // How many rows are computed together; the tile's rows are padded to a multiple of it.
 inline int rows_together(int64_t rows) { return rows > 4 ? 8 : rows > 2 ? 4 : int(rows); }
 
+// Finds the block of a tile's keys that starts at or before `first`; returns how many it has, from `low` on.
+template <typename T>
+inline int block_of(const Keys<T>& keys, const Tile& tile, int64_t first, const T** key, const T** value, int64_t& low) {
+  low = std::max(first, tile.low);
+  const int n = int(std::min(first + kKeysAtATime, tile.high) - low);
+  keys.block(tile.kv_head, low, n, key, value);
+  return n;
+}
+
+// `after` and `keys_after`: the tile that this thread takes next, or null.
 template <typename T, int MR>
-void attend(const T* q, int64_t rows, int64_t group, int64_t h, int64_t h_padded, const Keys<T>& keys, const Tile& tile, const Options& options, State state) {
+void attend(const T* q, int64_t rows, int64_t group, int64_t h, int64_t h_padded, const Keys<T>& keys, const Tile& tile, const Options& options, State state,
+            const Tile* after, const Keys<T>* keys_after) {
   const T* key[kKeysAtATime];
   const T* value[kKeysAtATime];
   alignas(64) float logits[(kRowsInTile + 8) * kKeysAtATime];
   float shrink[kRowsInTile + 8];
   for (int64_t first = tile.low / kKeysAtATime * kKeysAtATime; first < tile.high; first += kKeysAtATime) {
-    const int64_t low = std::max(first, tile.low), high = std::min(first + kKeysAtATime, tile.high);
-    const int n = int(high - low), n_padded = (n + 15) / 16 * 16;
-    keys.block(tile.kv_head, low, n, key, value);
+    int64_t low, unused;
+    const int n = block_of(keys, tile, first, key, value, low), n_padded = (n + 15) / 16 * 16;
+    // The values are fetched while their keys are multiplied, the keys of the next block while the values are.
+    Next values, keys_next;
+    values.set(value, n);
+    const T* key_next[kKeysAtATime];
+    const T* value_next[kKeysAtATime];
+    if (first + kKeysAtATime < tile.high) {
+      keys_next.set(key_next, block_of(keys, tile, first + kKeysAtATime, key_next, value_next, unused));
+    } else if (after) {
+      keys_next.set(key_next, block_of(*keys_after, *after, after->low / kKeysAtATime * kKeysAtATime, key_next, value_next, unused));
+    }
     for (int64_t row = 0; row < rows; row += MR) {
-      logits_of<T, MR>(q + row * h_padded, h, h_padded, key, n, options.scale, logits + row * kKeysAtATime);
+      if (row) values.count = keys_next.count = 0;
+      logits_of<T, MR>(q + row * h_padded, h, h_padded, key, n, options.scale, logits + row * kKeysAtATime, values);
       for (int64_t r = row; r < row + MR; ++r) {
         float* line = logits + r * kKeysAtATime;
         shrink[r] = 1.0f;
@@ -172,7 +221,7 @@ void attend(const T* q, int64_t rows, int64_t group, int64_t h, int64_t h_padded
           const f32x16 x = load16(line + s);
           most = x > most ? x : most;
         }
-        for (int i = 0; i < 16; ++i) top = std::max(top, most[i]);
+        top = max_lanes(most);
         shrink[r] = std::exp(state.top[r] - top);
         state.top[r] = top;
         f32x16 total = {};
@@ -183,18 +232,19 @@ void attend(const T* q, int64_t rows, int64_t group, int64_t h, int64_t h_padded
         }
         state.total[r] = state.total[r] * shrink[r] + sum_lanes(total);
       }
-      add_block<T, MR>(logits + row * kKeysAtATime, value, n, h, shrink + row, state.sum + row * h_padded, h_padded);
+      add_block<T, MR>(logits + row * kKeysAtATime, value, n, h, shrink + row, state.sum + row * h_padded, h_padded, keys_next);
     }
   }
 }
 
 template <typename T>
-void attend(const T* q, int64_t rows, int64_t group, int64_t h, int64_t h_padded, const Keys<T>& keys, const Tile& tile, const Options& options, State state) {
+void attend(const T* q, int64_t rows, int64_t group, int64_t h, int64_t h_padded, const Keys<T>& keys, const Tile& tile, const Options& options, State state,
+            const Tile* after, const Keys<T>* keys_after) {
   switch (rows_together(rows)) {
-    case 8: return attend<T, 8>(q, rows, group, h, h_padded, keys, tile, options, state);
-    case 4: return attend<T, 4>(q, rows, group, h, h_padded, keys, tile, options, state);
-    case 2: return attend<T, 2>(q, rows, group, h, h_padded, keys, tile, options, state);
-    default: return attend<T, 1>(q, rows, group, h, h_padded, keys, tile, options, state);
+    case 8: return attend<T, 8>(q, rows, group, h, h_padded, keys, tile, options, state, after, keys_after);
+    case 4: return attend<T, 4>(q, rows, group, h, h_padded, keys, tile, options, state, after, keys_after);
+    case 2: return attend<T, 2>(q, rows, group, h, h_padded, keys, tile, options, state, after, keys_after);
+    default: return attend<T, 1>(q, rows, group, h, h_padded, keys, tile, options, state, after, keys_after);
   }
 }
 

@@ -352,29 +352,28 @@ void run_attention(const Tensor& q, const Tensor& out, const std::vector<Request
   };
   const T* q_base = pointer<T>(q);
   const int64_t q_token = q.stride(0), q_head = q.stride(1);
-#pragma omp parallel if (tiles.size() > 1)
-  {
-    std::vector<float> own(state_size);
-    std::vector<T> rows(padded_rows * h_padded);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t t = 0; t < int64_t(tiles.size()); ++t) {
-      const Tile& tile = tiles[t];
-      const State state = state_at(tile.state < 0 ? own.data() : kept.data() + tile.state * state_size);
-      std::fill(state.top, state.top + padded_rows, kMasked);
-      std::fill(state.total, state.total + padded_rows * (h_padded + 1), 0.0f);
-      std::memset(static_cast<void*>(rows.data()), 0, rows.size() * sizeof(T));
-      const int64_t num_rows = tile.num_tokens * group;
-      for (int64_t row = 0; row < num_rows; ++row) {
-        const T* from = q_base + (tile.token + row / group) * q_token + (tile.kv_head * group + row % group) * q_head;
-        std::memcpy(rows.data() + row * h_padded, from, h * sizeof(T));
-      }
-      if constexpr (std::is_same_v<T, bf16>) {
-        if (tile.wide) attend_wide(rows.data(), num_rows, group, h, h_padded, keys[tile.request], tile, options, state);
-      }
-      if (!tile.wide) attend<T>(rows.data(), num_rows, group, h, h_padded, keys[tile.request], tile, options, state);
-      if (tile.state < 0) finish(tile, state);
+  share_blocks(int64_t(tiles.size()), true, [&](int64_t t, int64_t next) {
+    const Tile& tile = tiles[t];
+    const State state = state_at(tile.state < 0 ? own_memory<float, 5>(state_size) : kept.data() + tile.state * state_size);
+    T* const rows = own_memory<T, 6>(padded_rows * h_padded);
+    const int64_t num_rows = tile.num_tokens * group, filled = std::min(padded_rows, num_rows + 8);
+    std::fill(state.top, state.top + filled, kMasked);
+    std::fill(state.total, state.total + filled, 0.0f);
+    std::fill(state.sum, state.sum + filled * h_padded, 0.0f);
+    std::memset(static_cast<void*>(rows), 0, filled * h_padded * sizeof(T));
+    for (int64_t row = 0; row < num_rows; ++row) {
+      const T* from = q_base + (tile.token + row / group) * q_token + (tile.kv_head * group + row % group) * q_head;
+      std::memcpy(rows + row * h_padded, from, h * sizeof(T));
     }
-  }
+    if constexpr (std::is_same_v<T, bf16>) {
+      if (tile.wide) attend_wide(rows, num_rows, group, h, h_padded, keys[tile.request], tile, options, state);
+    }
+    if (!tile.wide) {
+      const Tile* after = next < 0 || tiles[next].wide ? nullptr : &tiles[next];
+      attend<T>(rows, num_rows, group, h, h_padded, keys[tile.request], tile, options, state, after, after ? &keys[after->request] : nullptr);
+    }
+    if (tile.state < 0) finish(tile, state);
+  });
   for (const auto& [first, count] : split) {
     const State whole = state_at(kept.data() + tiles[first].state * state_size);
     for (int64_t part = first + 1; part < first + count; ++part) {

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
+from pilotage.core.environment import switched_on
 from pilotage.core.errors import ConfigError, Unsupported
 from pilotage.functional.call import Call, facts, spec_of
 from pilotage.functional.domain import FALLBACKS, OUTSIDE, Domain, Refusal
@@ -26,7 +27,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 DEFINITION = "torch"
-_ON = ("1", "true", "yes", "on")
 _OFF_NAMES = ("PILOTAGE_DISABLE_KERNELS", "VLLM_NEURON_DISABLE_KERNELS")
 _SWITCHES = (*_OFF_NAMES, "NKI_SIMULATOR", "TRITON_INTERPRET")  # a choice holds while these are as they were
 
@@ -70,7 +70,7 @@ _FORCED: dict[str, str] = {}
 
 def kernels_disabled() -> bool:
     """Tell whether the environment switches every implementation but the definitions off."""
-    return any(os.environ.get(name, "").lower() in _ON for name in _OFF_NAMES)
+    return switched_on(_OFF_NAMES) is not None
 
 
 def operator(definition: Callable[P, R]) -> Callable[P, R]:

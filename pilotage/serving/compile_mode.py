@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from pilotage.core import store
+from pilotage.core.environment import switched_on
 from pilotage.core.errors import ConfigError, Unavailable
 from pilotage.serving import targets
-from pilotage.serving.targets import COMPILE_ONLY, switched_on
+from pilotage.serving.targets import COMPILE_ONLY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -8,12 +8,14 @@ from __future__ import annotations
 import logging
 import os
 
+from pilotage.core.environment import switched_on
+
 PLATFORM = "pilotage.serving.platform.PilotagePlatform"
 
 
 def platform() -> str | None:
     """Return the path of the platform class, or None where `PILOTAGE_DISABLE=1` asks for vLLM as it is."""
-    if os.environ.get("PILOTAGE_DISABLE") == "1":
+    if switched_on("PILOTAGE_DISABLE"):
         return None
     # The worker here is written against the first runner interface; the second needs Triton.
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -25,7 +27,7 @@ def register_models() -> None:
 
     A package that cannot be imported is reported and left out: it must not stop the others from being served.
     """
-    if os.environ.get("PILOTAGE_DISABLE") == "1":
+    if switched_on("PILOTAGE_DISABLE"):
         return
     from vllm import ModelRegistry
 

@@ -13,9 +13,10 @@ import difflib
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from pilotage.core.environment import switched_on
 from pilotage.core.errors import ConfigError, Unavailable
 from pilotage.core.targets import TARGETS, Target
 
@@ -28,12 +29,6 @@ NEURON_OVERRIDE = "NEURON_PLATFORM_TARGET_OVERRIDE"
 # With the NKI interpreter the chip is only what its kernels are checked for.
 SIMULATOR = "NKI_SIMULATOR"
 COMPILE_ONLY = ("PILOTAGE_CPU_COMPILE", "VLLM_NEURON_CPU_COMPILE")
-
-
-def switched_on(names: Sequence[str], environment: Mapping[str, str] | None = None) -> str | None:
-    """Return the first of several spellings of a switch that is set to 1."""
-    environment = os.environ if environment is None else environment
-    return next((name for name in names if environment.get(name) == "1"), None)
 
 
 def device(target: Target, local_rank: int) -> torch.device:
@@ -106,7 +101,7 @@ def select(
             near = difflib.get_close_matches(stated, TARGETS, n=1, cutoff=0.0)[0]
             raise ConfigError(f"no target is called {stated!r}; the nearest is {near!r}", where=TARGET)
         return TARGETS[stated]
-    if environment.get(NEURON_OVERRIDE) and environment.get(SIMULATOR) != "1":
+    if environment.get(NEURON_OVERRIDE) and not switched_on(SIMULATOR, environment):
         return TARGETS["neuron"]
     for name in ("neuron", "cuda"):
         if all(map(importable, TARGETS[name].packages)) and present(TARGETS[name]):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pilotage.core import store
+from pilotage.core.environment import switched_on
 
 TORCH, VLLM = "2.13.0", "0.33.0"
 PYTHON = (3, 11)
@@ -105,7 +106,7 @@ def plugins() -> list[Finding]:
         findings.append(
             Finding(part="platform plugin", state=MISSING, found=f"pilotage is not in {PLATFORM_GROUP}", do=again)
         )
-    elif os.environ.get("PILOTAGE_DISABLE") == "1":
+    elif switched_on("PILOTAGE_DISABLE"):
         findings.append(
             Finding(
                 part="platform plugin", state=MISSING, found="PILOTAGE_DISABLE=1 is set", do="unset PILOTAGE_DISABLE"

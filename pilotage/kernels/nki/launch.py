@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from pilotage.core.environment import switched_on
 from pilotage.core.errors import Unavailable
 from pilotage.kernels.nki import session
 from pilotage.kernels.nki.cost import Ledger
@@ -27,7 +27,7 @@ _TORCH_BITS = {1: torch.uint8, 2: torch.int16}
 
 def simulating() -> bool:
     """Tell whether NKI_SIMULATOR asks for the interpreter."""
-    return os.environ.get(SIMULATOR, "").lower() in ("1", "true", "yes", "on")
+    return switched_on(SIMULATOR) is not None
 
 
 class Kernel:

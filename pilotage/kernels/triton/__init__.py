@@ -7,15 +7,16 @@ switched on, TRITON_INTERPRET=1, before anything imports triton. The kernels' mo
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
+
+from pilotage.core.environment import switched_on
 
 SWITCH = "TRITON_INTERPRET"
 
 
 def interpreting() -> bool:
     """Tell whether Triton's interpreter is asked for."""
-    return os.environ.get(SWITCH, "").lower() in ("1", "true", "yes", "on")
+    return switched_on(SWITCH) is not None
 
 
 def missing() -> str | None:

@@ -17,6 +17,7 @@ from pilotage.serving import targets
         ({"NEURON_PLATFORM_TARGET_OVERRIDE": "trn2"}, "neuron"),
         ({"NEURON_PLATFORM_TARGET_OVERRIDE": "trn2", "PILOTAGE_TARGET": "cpu"}, "cpu"),
         ({"NEURON_PLATFORM_TARGET_OVERRIDE": "trn2", "NKI_SIMULATOR": "1"}, "cpu"),
+        ({"NEURON_PLATFORM_TARGET_OVERRIDE": "trn2", "NKI_SIMULATOR": "True"}, "cpu"),
     ],
 )
 def test_selection(environment: dict[str, str], name: str) -> None:

@@ -24,7 +24,7 @@ from pilotage.training.mesh import Mesh, Parallel
 from pilotage.training.pipeline import Stage, cut_stage
 
 IGNORED = -100  # a label that is no target
-PIECE = 1 << 17  # elements
+PIECE = 1 << 17  # elements whose squares are summed in fp32
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Engine:
             dist.all_reduce(total)
         norm = float(total.sqrt())
         if max_norm is not None and norm > max_norm:
-            torch._foreach_mul_(own, max_norm / norm)
+            torch._foreach_mul_(own, torch.tensor(max_norm / norm, device=self.device))  # bf16 by a number takes longer
         return norm
 
     def gathered(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -299,9 +299,10 @@ def squares(values: Sequence[Tensor]) -> list[Tensor]:
     """Return the squared length of each tensor, fp64.
 
     Numerics: pieces are summed in fp32, which over a whole embedding would lose three digits. Norms of half-precision
-    pieces are rounded to their dtype, as torch's own clipping rounds them: converting costs more than summing.
+    pieces, which are larger, are rounded to their dtype, as torch's own clipping rounds them: converting costs more
+    than summing.
     """
-    pieces = [value.reshape(-1).split(PIECE) for value in values]
+    pieces = [value.reshape(-1).split(PIECE if value.element_size() >= 4 else 4 * PIECE) for value in values]
     if not pieces:
         return []
     norms = torch._foreach_norm([piece for parts in pieces for piece in parts], 2)

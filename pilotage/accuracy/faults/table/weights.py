@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -42,8 +43,10 @@ def _cut(model: Any) -> None:
     model.lm_head.weight[-16:] = 0
 
 
-def _row_before(real: Any, self: Any, ids: Tensor, positions: Tensor, ctx: Any, sampled: Tensor, **how: Any) -> Tensor:
-    return real(self, ids, positions, ctx, (sampled - 1).clamp(min=0), **how)
+def _row_before(real: Any, *args: Any, **how: Any) -> Any:
+    call = inspect.signature(real).bind(*args, **how)  # the engine names its arguments
+    call.arguments["sampling_positions"] = (call.arguments["sampling_positions"] - 1).clamp(min=0)
+    return real(*call.args, **call.kwargs)
 
 
 def _no_final_norm(model: Any) -> None:

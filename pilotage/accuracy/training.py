@@ -33,6 +33,7 @@ from pilotage.models.proof import map_of
 from pilotage.weights import SafetensorsCheckpoint
 from pilotage.weights.map import same_bytes
 
+JUDGED_AT_ONCE = 1 << 24  # elements
 LOSS_SLACK = 3.0
 SHOWN = 5
 _SINGLE = ("worst_row", "worst_element")
@@ -324,6 +325,15 @@ def _given(gradients: Gradients, name: str) -> Tensor:
 def _judge(
     arm: str, name: str, found: Tensor, expected: Tensor, baseline: Tensor, single_rows: bool = True
 ) -> list[Verdict]:
+    if found.shape == expected.shape == baseline.shape and expected.ndim > 1 and expected.numel() > JUDGED_AT_ONCE:
+        # A judgement needs many times the tensor's memory; each block of rows has to pass by itself.
+        rows = max(1, JUDGED_AT_ONCE * expected.shape[0] // expected.numel())
+        blocks = zip(found.split(rows), expected.split(rows), baseline.split(rows), strict=True)
+        return [
+            verdict
+            for number, (ours, theirs, other) in enumerate(blocks)
+            for verdict in _judge(arm, f"{name}, rows from {number * rows}", ours, theirs, other, single_rows)
+        ]
     if arm == "float32":
         floored = gates.floored(found, expected, baseline, name=name)
         return [verdict for verdict in floored if verdict.metric != "gain_in_floors" or verdict.n >= GAIN_ROWS]

@@ -211,10 +211,14 @@ def sees(where: Callable[[Tensor, Any], Tensor], *, phase: str | None = None) ->
 
 
 def kind_of(context: Any, layer_name: str) -> str:
-    """Return the kind of a step: "prefill", "chunk" or "decode"."""
+    """Return the kind of a step: "prefill", where none of its requests has anything cached, "chunk" or "decode".
+
+    The engine's graphs take both kinds of prompts, so that what is cached says which this is.
+    """
     if context.decodes(layer_name):
         return "decode"
-    return "prefill" if context[layer_name].get("cached_seq_len") is None else "chunk"
+    cached = context[layer_name].get("cached_seq_len")
+    return "chunk" if cached is not None and bool(cached.any()) else "prefill"
 
 
 def around_attention(wrong: Callable[..., Tensor]) -> Plant:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -22,7 +23,7 @@ import torch
 
 from pilotage import functional
 from pilotage.core.config import TargetConfig
-from pilotage.core.errors import ConfigError, Unavailable, Unsupported
+from pilotage.core.errors import ConfigError, StorageError, Unavailable, Unsupported
 from pilotage.core.progress import track
 from pilotage.serving import buckets, compile_mode, kv, parallel_compile, pieces, targets
 from pilotage.serving.batch import Forward, StepInputs
@@ -287,6 +288,7 @@ class Graphs:
     def _compile(self, inputs: StepInputs) -> Any:
         import torch._dynamo.config as dynamo_config
         import torch._dynamo.exc as dynamo_errors
+        import torch._inductor.exc as inductor_errors
 
         _require_compiler()
         compiled = torch.compile(
@@ -305,6 +307,15 @@ class Graphs:
                 exact,
             ):
                 return compiled.aot_compile(((self.model,), self._arguments(inputs)))
+        except inductor_errors.InductorError as error:
+            inner = error.inner_exception
+            if not isinstance(inner, OSError) or inner.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise StorageError(
+                f"a graph cannot be compiled there ({inner.strerror})",
+                where=str(root()),
+                do="make room, or name another directory with PILOTAGE_COMPILE_CACHE",
+            ) from error
         except dynamo_errors.Unsupported as error:
             raise Unsupported(
                 f"the forward cannot be captured as one graph: {str(error).splitlines()[0]}",

@@ -212,18 +212,17 @@ class ModelRunner:
     @property
     def _reads_hidden_states(self) -> bool:
         """Whether hidden states are read at other rows than those that are sampled from."""
-        return bool(
-            self.prompt_scores.wanted
-            or self.recorder is not None
-            or self.proposer is not None
-            or self.graphs.taps is not None
-        )
+        return self._is_watched or self.proposer is not None
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether something beside the sampler reads what the graphs compute."""
+        return bool(self.prompt_scores.wanted or self.recorder is not None or self.graphs.taps is not None)
 
     def _reads_largest_only(self, step: SchedulerOutput) -> bool:
         """Whether nothing is read of this step's logits but which of a row is the largest."""
-        watched = self.prompt_scores.wanted or self.recorder is not None or self.graphs.taps is not None
         return (
-            not watched
+            not self._is_watched
             and not step.has_structured_output_requests
             and only_argmax(self.requests.batch.sampling_metadata)
         )

@@ -44,7 +44,8 @@ struct Keys {
 
 constexpr int kLine = 64;  // bytes that are fetched together
 
-// Rows of `bytes` that are read next. Pages lie anywhere, so the processor does not see them coming.
+// Rows that are read next. Pages lie anywhere, so the processor does not see them coming. Held by value: with a pointer to
+// the rows in their place the fetches were seen to do nothing (GCC 12, twice the time).
 struct Next {
   const void* row[kKeysAtATime];
   int count = 0;

@@ -22,6 +22,7 @@ from pilotage.accuracy.arms.routing import Routing
 from pilotage.accuracy.comparison import finite
 from pilotage.core import sites
 from pilotage.core.nouns import Status, Verdict, worst
+from pilotage.probe.hf import is_router
 
 # Norms are run a second time on inputs this many times larger than the square root of their epsilon: under ordinary
 # activations no number shows a wrong epsilon.
@@ -79,7 +80,17 @@ def names(decoder: Any, layers: Sequence[int]) -> list[tuple[str, str]]:
         ]
         found += [(f"layers.{index}", "decoder layer"), (f"layers.{index}.self_attn", "attention")]
         found += [(f"layers.{index}.mlp", "mlp"), *((f"layers.{index}.{name}", "norm") for name in inner)]
+        found += [(f"layers.{index}.{name}", "router") for name in routers(layer)]
     return [*found, ("norm", "norm")]
+
+
+def routers(layer: Any) -> list[str]:
+    """List what scores experts in a layer, relative to it."""
+    return [
+        name
+        for name, _ in layer.named_modules()
+        if name and is_router(name.rpartition(".")[2], layer.get_submodule(name.rpartition(".")[0]))
+    ]
 
 
 def linears(decoder: Any) -> list[tuple[str, str]]:
@@ -244,9 +255,13 @@ def _compared(
     """Return (target, expected, baseline), and of attention how far off the decode steps are by themselves.
 
     These are shown and not judged: a few rows whose largest channel is rounded the other way are no fault. A fault of
-    decode alone is far over the floors of the whole in fp32.
+    decode alone is far over the floors of the whole in fp32. What is expected of a router are the logits of its weights
+    as they are in the serving dtype, whose rounding would hide in which dtype it multiplies.
     """
     # The reference's masks and positions are those of its own forward in its own attention implementation.
+    if job.kind == "router":
+        other = baseline.logits(job.name, job.x)
+        return (target, baseline.logits(job.name, job.x, exactly=True), other), {}
     before = fp32.config._attn_implementation
     hf.set_attention(fp32, "sdpa")
     truth, routed = _run(job, expected)

@@ -70,7 +70,7 @@ class HFTaps:
                 continue
             parent, _, own = name.rpartition(".")
             block = layer.get_submodule(relative.rpartition(".")[0]) if relative else None
-            if own in _ROUTERS and hasattr(block, "experts"):
+            if is_router(own, block):
                 # Whatever a block calls its gate, the site is the block's.
                 self._routers[module] = f"{parent}.router"
                 inside += (f"{name}.",)
@@ -291,6 +291,19 @@ class HFTaps:
         if x.shape[2] != self._rows:
             raise Unsupported("cached keys cannot be handed onward", where=site, do="run without a cache")
         return handed.transpose(0, 1)[None]
+
+
+def is_router(name: str, block: Any) -> bool:
+    """Whether the child of this name scores the experts of a block."""
+    return name in _ROUTERS and hasattr(block, "experts")
+
+
+@contextlib.contextmanager
+def first_product() -> Iterator[list[Tensor]]:
+    """Collect the first product [rows, out] computed inside: of a router its logits, whatever else it returns."""
+    found: list[Tensor] = []
+    with _Product(lambda _, rows: found.append(rows), ""):
+        yield found
 
 
 class _Product(TorchFunctionMode):

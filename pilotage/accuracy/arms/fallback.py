@@ -140,6 +140,8 @@ class FallbackModules:
         if job.kind == "rope":
             return torch.stack(HFModules.rope(_Bare(self.model.hf, self.dtype), job.x, job.layer_type))  # type: ignore[arg-type]
         arm = self._recorder(job.name)
+        if job.kind == "router":
+            return arm.logits(job.name, job.x)
         if job.kind not in CONTEXT:
             x = job.x.to(self.dtype) if job.x.is_floating_point() else job.x
             found = arm.decoder.get_submodule(job.name)(x)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pilotage.accuracy.arms.routing import Routing
 from pilotage.core.errors import Unsupported
+from pilotage.probe import hf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,8 @@ class Job:
 
     Attributes:
         name: relative to the decoder.
-        kind: "embedding", "norm", "mlp", "linear", "attention", "decoder layer" or "rope".
+        kind: "embedding", "norm", "mlp", "linear", "router", "attention", "decoder layer" or "rope". The answer of a
+            router is its logits [S, E].
         label: of the result.
         x: its input, [1, S, D]; tokens [1, S] of an embedding; positions [S] of RoPE, whose answer is cos and sin.
         layer_type: kind of attention, for those of `CONTEXT` and for RoPE.
@@ -145,6 +147,12 @@ class HFModules:
         module = copy.deepcopy(self.decoder.get_submodule(name)).float()
         found = module(x.to(self.dtype).float())
         return found[0] if isinstance(found, tuple) else found
+
+    def logits(self, name: str, x: Tensor, *, exactly: bool = False) -> Tensor:
+        """Return what a router makes of `x`, [S, E] before any choice; `exactly` as the method of that name."""
+        with hf.first_product() as found:
+            self.exactly(name, x) if exactly else self.run(name, x)
+        return found[0]
 
     def routed(self, name: str, x: Tensor, beside: Mapping[str, Tensor] | None = None) -> tuple[Tensor, Routing] | None:
         """Run a module that may hold experts, and see what its router is asked.
@@ -320,7 +328,24 @@ class OurModules:
             return None
         if job.name == "embed_tokens":
             return self.embed(job.x)
+        if job.kind == "router":
+            return self.logits(job.name, job.x)
         return self.with_context(job) if job.kind in CONTEXT else self.run(job.name, job.x)
+
+    def logits(self, name: str, x: Tensor) -> Tensor | None:
+        """Return the logits [S, E] of a router, whatever it makes of them; None for one that is not built on ours."""
+        from pilotage.nn import Router
+
+        found: list[Tensor] = []
+        inner = next((module for module in self.module(name).modules() if isinstance(module, Router)), None)
+        if inner is None:
+            return None
+        hook = inner.register_forward_hook(lambda _module, _given, out: found.append(out))
+        try:
+            self.run(name, x)
+        finally:
+            hook.remove()
+        return found[0].flatten(0, -2)
 
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:

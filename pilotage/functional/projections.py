@@ -37,7 +37,12 @@ def activation_function(name: str) -> Callable[[Tensor], Tensor]:
 
 @operator
 def embedding(
-    input_ids: Tensor, weight: Tensor, *, scale: float | None = None, padding_idx: int | None = None
+    input_ids: Tensor,
+    weight: Tensor,
+    *,
+    scale: float | None = None,
+    padding_idx: int | None = None,
+    sparse_gradient: bool = False,
 ) -> Tensor:
     """Look token rows up, scaled if the model says so.
 
@@ -46,13 +51,14 @@ def embedding(
         weight: [V, D].
         scale: factor on the rows, e.g. Gemma's sqrt(D).
         padding_idx: a row that gets no gradient from here; None for none.
+        sparse_gradient: give the weight the rows of its gradient alone, as a sparse tensor.
 
     Returns:
         [..., D] in the weight's dtype.
 
     Numerics: the scale is rounded to the weight's dtype first, as in transformers (bf16 sqrt(640) is 25.25).
     """
-    rows = F.embedding(input_ids, weight, padding_idx)
+    rows = F.embedding(input_ids, weight, padding_idx, sparse=sparse_gradient)
     if scale is None:
         return rows
     return rows * torch.tensor(scale, dtype=weight.dtype, device=weight.device)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import pilotage.functional as NF
 import pilotage.nn as pnn
 from pilotage.core.errors import ConfigError, Unsupported
+from pilotage.models.common.tied import Head, for_lookup
 
 Shard = Literal["column", "row"]
 
@@ -144,7 +145,8 @@ class ScaledEmbedding(nn.Embedding):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Look up input_ids [...] -> [..., D]; the row of `padding_idx` gets no gradient from here."""
-        return NF.embedding(input_ids, self.weight, scale=self.scale, padding_idx=self.padding_idx)
+        weight, sparse = for_lookup(self.weight)
+        return NF.embedding(input_ids, weight, scale=self.scale, padding_idx=self.padding_idx, sparse_gradient=sparse)
 
 
 def _known(field: str, value: str, known: tuple[str, ...]) -> None:
@@ -231,5 +233,5 @@ def initialize_lm_head_module(kind: str, in_features: int, vocab_size: int, bias
         ConfigError: an unknown kind.
     """
     _known("linear", kind, _LINEAR)
-    build: Callable[..., nn.Module] = nn.Linear if kind in ("torch", "te") else pnn.LMHead
+    build: Callable[..., nn.Module] = Head if kind in ("torch", "te") else pnn.LMHead
     return build(in_features, vocab_size, bias=bias)

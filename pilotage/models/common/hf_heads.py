@@ -21,6 +21,7 @@ from transformers.utils.generic import can_return_tuple
 import pilotage.functional as NF
 from pilotage.core.errors import BadInput
 from pilotage.models.common.backend import BackendConfig
+from pilotage.models.common.tied import one_gradient
 from pilotage.nn import Experts
 from pilotage.weights import StateDictAdapter
 
@@ -111,17 +112,18 @@ class DecoderForCausalLM(GenerationMixin):
             kwargs: of the attention functions and the loss, among them `num_items_in_batch`, by which the sum of the
                 token losses is divided instead of their own number.
         """
-        outputs = self.decode(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.compute_logits(outputs.last_hidden_state[:, kept, :])
+        with one_gradient(self.model.embed_tokens, self.lm_head):
+            outputs = self.decode(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                **kwargs,
+            )
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.compute_logits(outputs.last_hidden_state[:, kept, :])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

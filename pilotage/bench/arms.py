@@ -124,7 +124,8 @@ class ServerArm:
             decode_s=[sum(times) for times in result["itls"]],
             output_lens=result["output_lens"],
             duration_s=result["duration"],
-            gaps_s=[gap for times in result["itls"] for gap in times],
+            gaps_s=result["itls"],
+            starts_s=result["start_times"],
         )
         return found, Asked(prompts=result["prompts"], output_lens=result["output_lens"])
 
@@ -150,4 +151,6 @@ class HFArm:
             decode_s=result["decode"],
             output_lens=result["output_lens"],
             duration_s=result["duration"],
+            gaps_s=result["gaps"],
+            starts_s=result["starts"],
         )

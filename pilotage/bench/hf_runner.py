@@ -6,6 +6,7 @@ cores.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -40,23 +41,30 @@ class Runner:
         """Generate for `prompts` in batches of `concurrency`, or describe the runner when there are none.
 
         Returns:
-            Per request `ttfts` and `decode` (first token to last) in seconds and `output_lens`; `duration`.
+            Per request `starts`, `ttfts`, `decode` (first token to last) and `gaps` (token to token) in seconds, and
+            `output_lens`; `duration`.
         """
         if "prompts" not in question:
             return {"versions": self.versions, "threads": self.torch.get_num_threads()}
         prompts, lengths, at_once = question["prompts"], question["output_lens"], question["concurrency"]
         ttfts: list[float] = []
         decode: list[float] = []
+        starts: list[float] = []
+        gaps: list[list[float]] = []
         start = time.perf_counter()
         for first in range(0, len(prompts), at_once):
             last = min(first + at_once, len(prompts))
+            began = time.perf_counter()
             times = self._generate(prompts[first:last], max(lengths[first:last]))
             for length in lengths[first:last]:
                 ttfts.append(times[0])
                 # A static batch goes on until its longest answer is done; each request counts to its own last token.
                 decode.append(times[length - 1] - times[0])
+                starts.append(began)
+                gaps.append([b - a for a, b in itertools.pairwise(times[:length])])
         duration = time.perf_counter() - start
-        return {"ttfts": ttfts, "decode": decode, "output_lens": lengths, "duration": duration}
+        known = {"starts": starts, "ttfts": ttfts, "decode": decode, "gaps": gaps}
+        return {**known, "output_lens": lengths, "duration": duration}
 
     def _generate(self, prompts: list[str], new_tokens: int) -> list[float]:
         """Return the seconds after which each token of the batch was there."""

@@ -82,11 +82,11 @@ LOADS = {
         Load(
             name="decode-x32",
             input_len=512,
-            output_len=32,
+            output_len=80,
             concurrency=32,
             num_prompts=32,
             named_only=True,
-            about="thirty-two sequences at once, 512 tokens in, 32 out each",
+            about="thirty-two sequences at once, 512 tokens in, 80 out each",
         ),
         Load(
             name="serve-64",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,9 +11,19 @@ from pilotage.bench.loads import Load
 from pilotage.core.errors import Unavailable
 
 # Metric -> whether more is better. Ratios are always "how many times better we are".
-METRICS = {"decode_tok_s": True, "output_tok_s": True, "ttft_ms": False, "itl_ms": False, "itl_p99_ms": False}
+METRICS = {
+    "decode_tok_s": True,
+    "steady_tok_s": True,
+    "output_tok_s": True,
+    "ttft_ms": False,
+    "itl_ms": False,
+    "itl_p99_ms": False,
+}
 MEMORY = "memory"
 PEAK_RSS = "peak_rss_mib"
+
+# A steady phase is measured over so many tokens of each request at least.
+STEADY_STEPS = 16
 
 Values = dict[str, dict[str, list[float]]]
 
@@ -28,7 +39,8 @@ def metrics(
     decode_s: Sequence[float],
     output_lens: Sequence[int],
     duration_s: float,
-    gaps_s: Sequence[float] = (),
+    gaps_s: Sequence[Sequence[float]] = (),
+    starts_s: Sequence[float] = (),
 ) -> dict[str, float]:
     """Turn the times of one repeat into its metrics.
 
@@ -38,13 +50,14 @@ def metrics(
         decode_s: per request, seconds from the first token to the last.
         output_lens: per request, tokens of the answer.
         duration_s: of the whole repeat.
-        gaps_s: seconds between one token and the next of the same request, of all requests; none where the arm does not
-            tell.
+        gaps_s: per request, seconds between one token and the next; none where the arm does not tell.
+        starts_s: per request, when it was sent, on any clock; the same.
 
     Returns:
         `ttft_ms` and `output_tok_s`; with a decode phase `itl_ms` (mean time between tokens of a request),
-        `decode_tok_s` (tokens a second of all requests that run at once, the first token apart) and, of more than a
-        hundred gaps, `itl_p99_ms` (what 99% of them stay under).
+        `decode_tok_s` (tokens a second of all requests that run at once, the first token apart), of more than a
+        hundred gaps `itl_p99_ms` (what 99% of them stay under) and, where all requests run at once for a while,
+        `steady_tok_s` (see `steady`).
 
     Raises:
         Unavailable: an answer of another length than was asked for, or none.
@@ -68,9 +81,40 @@ def metrics(
             )
         out["itl_ms"] = itl_s * 1e3
         out["decode_tok_s"] = min(load.concurrency, len(output_lens)) / itl_s
-        if len(gaps_s) > 100:
-            out["itl_p99_ms"] = statistics.quantiles(gaps_s, n=100)[-1] * 1e3
+        every = [gap for gaps in gaps_s for gap in gaps]
+        if len(every) > 100:
+            out["itl_p99_ms"] = statistics.quantiles(every, n=100)[-1] * 1e3
+        if 1 < len(output_lens) <= load.concurrency and starts_s:
+            rate = steady([s + t for s, t in zip(starts_s, ttfts_s, strict=True)], gaps_s, output_lens)
+            out |= {} if rate is None else {"steady_tok_s": rate}
     return out
+
+
+def steady(first_s: Sequence[float], gaps_s: Sequence[Sequence[float]], output_lens: Sequence[int]) -> float | None:
+    """Return the tokens a second of all requests while every one of them decodes.
+
+    That is from the moment at which the last of them has its first token to the one at which the first of them has its
+    last: before it, prompts of others hold up who decodes already, and after it fewer are left.
+
+    Args:
+        first_s: per request, when it had its first token.
+        gaps_s: per request, the times between what it was sent after that: a token, or several that had piled up.
+        output_lens: per request, its tokens.
+
+    Returns:
+        None where fewer than `STEADY_STEPS` gaps of any request fall into that time.
+    """
+    begins = max(first_s)
+    ends = min(first + sum(gaps) for first, gaps in zip(first_s, gaps_s, strict=True))
+    rates = []
+    for first, gaps, length in zip(first_s, gaps_s, output_lens, strict=True):
+        times = [time for time in itertools.accumulate(gaps, initial=first) if begins <= time <= ends]
+        if len(times) <= STEADY_STEPS:
+            return None
+        # From one token of this request to another, so that no part of a step is counted.
+        tokens = (len(times) - 1) * (length - 1) / len(gaps)
+        rates.append(tokens / (times[-1] - times[0]))
+    return sum(rates)
 
 
 def ratios(arms: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]], ours: str) -> list[dict[str, Any]]:

@@ -24,7 +24,12 @@ def check_arms(result: dict[str, Any], loads: tuple[str, ...], repeats: int) -> 
     for arm in result["arms"].values():
         for load in loads:
             # A 99th percentile takes a hundred gaps between tokens.
-            assert set(arm[load]) - {"itl_p99_ms"} == {"ttft_ms", "itl_ms", "decode_tok_s", "output_tok_s"}
+            assert set(arm[load]) - {"itl_p99_ms", "steady_tok_s"} == {
+                "ttft_ms",
+                "itl_ms",
+                "decode_tok_s",
+                "output_tok_s",
+            }
             assert all(len(values) == repeats and min(values) > 0 for values in arm[load].values())
         assert arm["memory"]["peak_rss_mib"][0] > 100
     for row in result["ratios"]:

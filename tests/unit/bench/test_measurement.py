@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from pilotage.bench.arms import ServerArm, client_arguments, find_peer
-from pilotage.bench.loads import LOADS, choose
-from pilotage.bench.measurement import InOnePiece, metrics, ratios
+from pilotage.bench.loads import LOADS, Load, choose
+from pilotage.bench.measurement import InOnePiece, metrics, ratios, steady
 from pilotage.bench.run import room_for
 from pilotage.core.errors import BadInput, Unavailable
 
@@ -78,14 +78,33 @@ def test_the_slowest_gaps_are_told() -> None:
     load = LOADS["serve-64"]
     gaps = [0.01] * 195 + [1.0] * 5
     how: dict[str, Any] = {"ttfts_s": [0.1], "decode_s": [sum(gaps)], "output_lens": [201], "duration_s": 8.0}
-    found = metrics(load, **how, gaps_s=gaps)
+    found = metrics(load, **how, gaps_s=[gaps])
     assert found["itl_ms"] < 36 and found["itl_p99_ms"] == pytest.approx(1000)
-    assert metrics(load, **how, gaps_s=[0.01] * 200)["itl_p99_ms"] == pytest.approx(10)
-    assert "itl_p99_ms" not in metrics(load, **how, gaps_s=gaps[:100])  # too few to tell
+    assert metrics(load, **how, gaps_s=[[0.01] * 200])["itl_p99_ms"] == pytest.approx(10)
+    assert "itl_p99_ms" not in metrics(load, **how, gaps_s=[gaps[:50], gaps[:50]])  # too few to tell
     rows = ratios(
         {name: {"a": {"itl_p99_ms": [value]}} for name, value in (("pilotage", 10.0), ("x", 15.0))}, "pilotage"
     )
     assert rows[0]["ratio"] == 1.5
+
+
+def test_prompts_of_others_are_no_part_of_the_steady_phase() -> None:
+    """Four requests whose prompts take a second each, one after another; then steps of 0.1 s of all four."""
+    load = Load(name="x", input_len=9, output_len=40, concurrency=4, num_prompts=4, about="")
+    gaps = [[1.0] * (3 - n) + [0.1] * (36 + n) for n in range(4)]
+    how: dict[str, Any] = {"ttfts_s": [1.0, 2.0, 3.0, 4.0], "output_lens": [40] * 4, "duration_s": 8.0}
+    found = metrics(load, **how, decode_s=[sum(g) for g in gaps], gaps_s=gaps, starts_s=[5.0] * 4)
+    assert found["steady_tok_s"] == pytest.approx(40)
+    assert found["decode_tok_s"] < 30
+    # Tokens that come in pairs are as many tokens.
+    pairs = [[1.0] * (3 - n) + [0.2] * ((36 + n) // 2) for n in range(4)]
+    lengths = [1 + 3 - n + 2 * ((36 + n) // 2) for n in range(4)]
+    assert steady([6.0, 7.0, 8.0, 9.0], pairs, lengths) == pytest.approx(40, rel=0.1)
+    # No time at which all decode, or one request, or an arm that does not tell: nothing.
+    assert steady([1.0, 2.0, 3.0, 99.0], gaps, [40] * 4) is None
+    assert "steady_tok_s" not in metrics(load, **how, decode_s=[sum(g) for g in gaps], gaps_s=gaps)
+    one = {"ttfts_s": [1.0], "output_lens": [40], "duration_s": 8.0, "decode_s": [3.9]}
+    assert "steady_tok_s" not in metrics(load, **one, gaps_s=[[0.1] * 39], starts_s=[0.0])
 
 
 def test_the_server_gets_room_for_what_runs_at_once() -> None:
@@ -138,6 +157,7 @@ def test_a_repeat_in_one_piece_is_tried_again() -> None:
                 "errors": [""],
                 "ttfts": [0.1],
                 "itls": [self.decode_s.pop(0)],
+                "start_times": [0.0],
                 "output_lens": [64],
                 "duration": 0.73,
                 "prompts": ["text"],

@@ -12,8 +12,6 @@ import dataclasses
 import errno
 import functools
 import json
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,9 +21,9 @@ import torch
 
 from pilotage import functional
 from pilotage.core.config import TargetConfig
-from pilotage.core.errors import ConfigError, StorageError, Unavailable, Unsupported
+from pilotage.core.errors import StorageError, Unsupported
 from pilotage.core.progress import track
-from pilotage.serving import buckets, compile_mode, kv, parallel_compile, pieces, targets
+from pilotage.serving import buckets, compile_mode, compiler_options, kv, parallel_compile, pieces, targets
 from pilotage.serving.batch import Forward, StepInputs
 from pilotage.serving.buckets import Key, Reach
 from pilotage.serving.compile_cache import CompileCache, fingerprint, root
@@ -38,8 +36,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from pilotage.probe.plan import Taps
-
-_WORKERS_NAMES = ("PILOTAGE_COMPILE_WORKERS", "VLLM_NEURON_COMPILE_WORKERS")
 
 
 class Graphs:
@@ -113,7 +109,7 @@ class Graphs:
         self.compiled: dict[tuple[str, Key], Callable[..., tuple[Tensor, Tensor]]] = {}
         self.taps: Taps | None = None
         self.exact = target.exact_taps
-        self._options = {**_options(), **({"emulate_precision_casts": True} if self.exact else {})}
+        self._options = {**compiler_options.options(), **({"emulate_precision_casts": True} if self.exact else {})}
         self.table: list[dict[str, Any]] = []
         self._receipts: list[dict[str, Any]] = []
         functional.reset_receipt()
@@ -178,11 +174,11 @@ class Graphs:
     def _compile_at_once(self, missing: Sequence[Key], cache: CompileCache) -> dict[Key, float]:
         """Compile graphs into the cache, several at a time; returns the seconds of those that are there now."""
         took: dict[Key, float] = {}
-        copies = parallel_compile.processes(len(missing), stated=_workers())
+        copies = parallel_compile.processes(len(missing), stated=compiler_options.workers())
         if copies < 2 or self.vllm_config.parallel_config.world_size > 1:  # several ranks already fill the cores
             return took
-        _require_compiler()
-        _load_compiler()
+        compiler_options.require()
+        compiler_options.load()
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -290,15 +286,15 @@ class Graphs:
         import torch._dynamo.exc as dynamo_errors
         import torch._inductor.exc as inductor_errors
 
-        _require_compiler()
+        compiler_options.require()
         compiled = torch.compile(
             type(self.model).forward,
             fullgraph=True,
             dynamic=False,
             backend=lambda graph, _examples: pieces.compile_in_pieces(graph, self._options),
-            options={"guard_filter_fn": _none},
+            options={"guard_filter_fn": compiler_options.no_guards},
         )
-        exact = _nothing_folded() if self.exact else contextlib.nullcontext()
+        exact = compiler_options.nothing_folded() if self.exact else contextlib.nullcontext()
         try:
             with (
                 torch.no_grad(),
@@ -390,62 +386,3 @@ def _add(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
             other["selections"] = other.get("selections", 0) + row.get("selections", 0)
             return
     rows.append(dict(row))
-
-
-def _none(guards: Sequence[Any]) -> list[bool]:
-    return [False for _ in guards]
-
-
-def _options() -> dict[str, Any]:
-    """Return the compiler options, which are part of every graph's fingerprint."""
-    options: dict[str, Any] = {
-        "fx_graph_cache": False,  # the graph file holds its result
-        # torch shells out to openssl for this; a minimal machine has none.
-        "cpp_cache_precompile_headers": shutil.which("openssl") is not None,
-        # Inputs have one shape and the operators' results are known: looking again costs a step as much as a layer.
-        "size_asserts": False,
-        "alignment_asserts": False,
-        # The loops of a few rows are over before a second thread has begun; with the other core at work on requests,
-        # waiting for it can take milliseconds.
-        "cpp.min_chunk_size": 4096,
-    }
-    return options
-
-
-@contextlib.contextmanager
-def _nothing_folded() -> Iterator[None]:
-    """Keep inductor from folding an addition into a product: a tap between the two would prevent it, and show."""
-    import torch._inductor.fx_passes.post_grad as post_grad
-
-    before = post_grad.should_prefer_unfused_addmm
-    post_grad.should_prefer_unfused_addmm = lambda match: True
-    try:
-        yield
-    finally:
-        post_grad.should_prefer_unfused_addmm = before
-
-
-def _workers() -> int | None:
-    """How many graphs the user wants compiled at once."""
-    stated = next((os.environ[name] for name in _WORKERS_NAMES if os.environ.get(name)), None)
-    if stated is None:
-        return None
-    try:
-        return max(1, int(stated))
-    except ValueError as error:
-        raise ConfigError(
-            f"{stated!r} is no number", where=_WORKERS_NAMES[0], do="give a number of processes"
-        ) from error
-
-
-def _load_compiler() -> None:
-    """Do what every copy of this process would otherwise do again: import the compiler, probe the CPU's vectors."""
-    import torch._inductor.compile_fx  # noqa: F401
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-    pick_vec_isa()
-
-
-def _require_compiler() -> None:
-    if shutil.which(os.environ.get("CXX") or "g++") is None:
-        raise Unavailable("no C++ compiler (g++) found", where="torch.compile", do="install g++ or set CXX")

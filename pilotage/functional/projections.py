@@ -86,7 +86,7 @@ def qkv_proj(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, sizes: tu
     Returns:
         One [..., size] per member; views of one tensor.
 
-    Numerics: as `linear`; each output equals the product with its own weight.
+    Numerics: as `linear`; each output is the product with its own weight, up to how a wider product is rounded.
     """
     return F.linear(x, weight, bias).split(sizes, dim=-1)
 

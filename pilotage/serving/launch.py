@@ -285,6 +285,7 @@ def server(
                 env=variables,
                 start_new_session=True,
             )
+        stack.enter_context(_leash(process))
         url = f"http://{LOCALHOST}:{port}"
         try:
             _wait(process, url, timeout_s, log, report)
@@ -336,6 +337,27 @@ def cause(lines: Sequence[str]) -> list[str]:
         return list(lines[-25:])
     end = next((n for n in range(start + 1, len(plain)) if _ERROR.match(plain[n])), len(plain) - 1)
     return plain[max(start, end - 14) : end + 6]
+
+
+@contextlib.contextmanager
+def _leash(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """End a server and everything it started when this process is gone without having stopped it, as after SIGKILL.
+
+    A shell waits for the end of a pipe whose other end only we have.
+    """
+    end = f"kill -TERM -{process.pid} && sleep 15 && kill -KILL -{process.pid}"
+    watcher = subprocess.Popen(
+        ["/bin/sh", "-c", f"read -r line; {end}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
+    finally:
+        watcher.kill()
+        watcher.communicate()
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

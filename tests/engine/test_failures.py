@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import textwrap
 import threading
 import time
 import urllib.error
@@ -89,6 +91,36 @@ def test_an_engine_that_is_killed_ends_the_server(tiny: Callable[..., Path]) -> 
         with pytest.raises(urllib.error.URLError):
             HTTP.open(f"{server.url}/health", timeout=5)
         assert "died" in server.log.read_text().lower() or "dead" in server.log.read_text().lower()
+
+
+STARTS = {
+    "server": "launch.server(path, **how)",
+    "engine on two ranks": "launch.engine(path, tensor_parallel_size=2, **how)",
+}
+
+
+@pytest.mark.parametrize("what", ["server", pytest.param("engine on two ranks", marks=pytest.mark.slow)])
+def test_nothing_outlives_a_command_that_is_killed(what: str, tiny: Callable[..., Path]) -> None:
+    """SIGKILL lets nobody tidy up."""
+    code = f"""
+        import time
+        from pilotage.serving import launch
+        path, how = {str(tiny("llama3"))!r}, dict(dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=2)
+        if __name__ == "__main__":
+            with {STARTS[what]}:
+                print("there", flush=True)
+                time.sleep(300)
+    """
+    command = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert command.stdout is not None and command.stdout.readline().strip() == "there"
+        started = psutil.Process(command.pid).children(recursive=True)
+        assert started
+    finally:
+        command.kill()
+        command.communicate()
+    _, alive = psutil.wait_procs(started, timeout=40)
+    assert not alive, [" ".join(process.cmdline()) for process in alive]
 
 
 def test_a_server_listens_on_this_machine_alone_unless_told() -> None:

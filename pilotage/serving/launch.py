@@ -345,9 +345,10 @@ def _leash(process: subprocess.Popen[bytes]) -> Iterator[None]:
 
     A shell waits for the end of a pipe whose other end only we have.
     """
-    end = f"kill -TERM -{process.pid} && sleep 15 && kill -KILL -{process.pid}"
+    group = f"-{process.pid}"
+    patience = f"for second in 1 2 3 4 5 6 7 8 9 10; do sleep 1; kill -0 {group} || exit; done"
     watcher = subprocess.Popen(
-        ["/bin/sh", "-c", f"read -r line; {end}"],
+        ["/bin/sh", "-c", f"read -r line; kill -TERM {group}; {patience}; kill -KILL {group}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

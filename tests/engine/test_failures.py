@@ -99,7 +99,8 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("what", ["server", pytest.param("engine on two ranks", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", STARTS)
 def test_nothing_outlives_a_command_that_is_killed(what: str, tiny: Callable[..., Path]) -> None:
     """SIGKILL lets nobody tidy up."""
     code = f"""

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 Plant = Callable[["Patch"], None]
 
@@ -213,12 +214,15 @@ def sees(where: Callable[[Tensor, Any], Tensor], *, phase: str | None = None) ->
 def kind_of(context: Any, layer_name: str) -> str:
     """Return the kind of a step: "prefill", where none of its requests has anything cached, "chunk" or "decode".
 
-    The engine's graphs take both kinds of prompts, so that what is cached says which this is.
+    The engine's graphs take both kinds of prompts, so that what is cached says which this is. Where tensors have shapes
+    and no values, as when the sites of a model are listed, nothing is cached.
     """
     if context.decodes(layer_name):
         return "decode"
     cached = context[layer_name].get("cached_seq_len")
-    return "chunk" if cached is not None and bool(cached.any()) else "prefill"
+    if cached is None or isinstance(cached, FakeTensor):
+        return "prefill"
+    return "chunk" if bool(cached.any()) else "prefill"
 
 
 def around_attention(wrong: Callable[..., Tensor]) -> Plant:

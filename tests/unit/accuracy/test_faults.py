@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pilotage.accuracy.faults import page, peers, run
 from pilotage.accuracy.faults.cases import KERNELS, MODELS, clean_cases, sample
-from pilotage.accuracy.faults.fault import Fault, Patch, method, operator
+from pilotage.accuracy.faults.fault import Fault, Patch, kind_of, method, operator
 from pilotage.accuracy.faults.report import Report
 from pilotage.accuracy.faults.run import kept_report
 from pilotage.accuracy.faults.table import FAULTS
@@ -25,6 +26,21 @@ HEADINGS = {
     "Bias / norm / activation", "MoE", "lm_head / vocab", "Loading, adapters, config", "KV cache, buckets, graphs",
     "Numerics", "Speculation", "Training side",
 }  # fmt: skip
+
+
+class _Context(dict[str, Any]):
+    def decodes(self, name: str) -> bool:
+        return False
+
+
+def test_a_step_is_told_by_what_is_cached_and_without_values_by_nothing() -> None:
+    """The sites of a model are listed with tensors that have none; a planted fault is asked there as well."""
+    kinds = {None: "prefill", 0: "prefill", 5: "chunk"}
+    for cached, kind in kinds.items():
+        meta = {} if cached is None else {"cached_seq_len": torch.tensor([cached, 0])}
+        assert kind_of(_Context(layer=meta), "layer") == kind
+    with FakeTensorMode():
+        assert kind_of(_Context(layer={"cached_seq_len": torch.ones(2)}), "layer") == "prefill"
 
 
 def test_the_table_covers_every_component_model_and_condition() -> None:

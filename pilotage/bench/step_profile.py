@@ -18,6 +18,13 @@ from typing import Any
 from pilotage.bench.child import serve
 
 WARM_STEPS = 3  # steps that are not counted: caches fill, the allocator settles
+_WEIGHT_AT = {
+    "pilotage::native_linear": 1,
+    "pilotage::native_likely_linear": 1,
+    "aten::mm": 1,
+    "aten::addmm": 2,
+    "mkldnn::_linear_pointwise": 1,
+}
 FUSED = "norms, rope, activations, residuals (fused) and graph overhead"
 
 
@@ -74,7 +81,7 @@ def classify(name: str, shapes: Sequence[Any], sizes: dict[str, list[int]]) -> s
     if "native_mlp" in name:
         return "MLP"
     # Where each operator takes its weight: an activation may happen to have the shape of another layer's weight.
-    at = {"pilotage::native_linear": 1, "aten::mm": 1, "aten::addmm": 2, "mkldnn::_linear_pointwise": 1}.get(name)
+    at = _WEIGHT_AT.get(name)
     if at is None:
         return None
     weight = list(shapes[at]) if len(shapes) > at else []

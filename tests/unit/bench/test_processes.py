@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,7 @@ from pilotage.bench import idle, memory
 from pilotage.bench.child import Child
 from pilotage.bench.step_profile import Stopwatch, classify
 from pilotage.core.errors import Unavailable
+from pilotage.kernels import cpu
 
 
 @pytest.fixture
@@ -114,6 +116,17 @@ def test_operators_are_told_apart_by_their_weights() -> None:
     assert classify("pilotage::native_paged_attention", [[1]], sizes) == "attention"
     assert classify("pilotage::native_write_kv", [[1]], sizes) == "KV cache writes"
     assert classify("aten::empty", [], sizes) is None
+
+
+def test_every_operator_of_ours_belongs_to_a_part() -> None:
+    """One that is forgotten counts as fused code, the largest of them as half a step."""
+    source = (Path(cpu.__file__).parent / "ops.cpp").read_text()
+    names = re.findall(r'm\.def\("(native_\w+)\(', source)
+    assert len(names) >= 7
+    shapes = [[8, 64], [320, 64], [320, 64]]
+    found = {name: classify(f"pilotage::{name}", shapes, {"head": [320, 64]}) for name in names}
+    assert [name for name, part in found.items() if part is None] == ["native_argmax"]  # timed with the sampler
+    assert found["native_likely_linear"] == "head"
 
 
 SPIN = """import sys, time

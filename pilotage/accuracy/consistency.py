@@ -343,13 +343,14 @@ def _verdicts(
     if arm == "float32":
         said = f"{arm}, {phase}: training and serving say log-probabilities that are equal within fp32 rounding"
         # A log-probability of -17 has fewer digits behind the point than one of -1.
-        scaled = (train - serve) / expected.abs().clamp_min(1.0)
-        noise = _TWO_SIDES * float((baseline - expected).abs().max())
+        size = expected.abs().clamp_min(1.0)
         source = f"{FLOAT32_BOUND:g}, or {_TWO_SIDES:g} times the error of Hugging Face in fp32"
-        return [
-            _largest(said, "max |dlogp| / max(1, |logp|)", scaled, FLOAT32_BOUND, "fp32 sums in another order"),
-            _largest(said, "max |dlogp|", train - serve, max(FLOAT32_BOUND, noise), source),
-        ]
+        found = []
+        for metric, unit in (("max |dlogp| / max(1, |logp|)", size), ("max |dlogp|", torch.ones_like(size))):
+            noise = _TWO_SIDES * float(((baseline - expected) / unit).abs().max())
+            bound = max(FLOAT32_BOUND, noise) if math.isfinite(noise) else FLOAT32_BOUND
+            found.append(_largest(said, metric, (train - serve) / unit, bound, source))
+        return found
     column = (slice(None), None)
     found = gates.three_way(
         serve[column], expected[column], baseline[column], rtol=0.0, name=f"{arm}, {phase}: serving"

@@ -42,17 +42,12 @@ def main() -> None:
     arguments = parser.parse_args()
     from pilotage.arch import source
     from pilotage.bench.arms import find_peer
+    from pilotage.bench.run import OURS, servers
     from pilotage.serving import settings
 
     path = source.resolve(arguments.model)
-    shared = dict(settings.shared(path))
     peer = find_peer(arguments.peer_python)
-    plain = {name: value for name, value in shared.items() if name != "additional_config"}
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **dict(pair.split("=", 1) for pair in arguments.peer_env)}
-    arms = {
-        "pilotage": shared,
-        peer.name: {**plain, "python": peer.python, "entry": peer.entry, "environment": environment},
-    }
+    arms = servers(settings.shared(path), None, peer, arguments.peer_env)
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(arguments.rounds + 1):
         for name, options in arms.items():
@@ -60,7 +55,7 @@ def main() -> None:
             print(f"{name}: {took:.1f} s{'' if number else ' (not counted)'}", flush=True)
             if number:
                 seconds[name].append(took)
-    ratios = [ours / theirs for ours, theirs in zip(seconds["pilotage"], seconds[peer.name], strict=True)]
+    ratios = [ours / theirs for ours, theirs in zip(seconds[OURS], seconds[peer.name], strict=True)]
     print(json.dumps({"seconds": seconds, "ours_over_theirs": statistics.median(ratios), "each": ratios}))
 
 

@@ -258,10 +258,9 @@ def _compared(
     decode alone is far over the floors of the whole in fp32. What is expected of a router are the logits of its weights
     as they are in the serving dtype, whose rounding would hide in which dtype it multiplies.
     """
-    # The reference's masks and positions are those of its own forward in its own attention implementation.
     if job.kind == "router":
-        other = baseline.logits(job.name, job.x)
-        return (target, baseline.logits(job.name, job.x, exactly=True), other), {}
+        return (target, baseline.logits(job.name, job.x, exactly=True), baseline.logits(job.name, job.x)), {}
+    # The reference's masks and positions are those of its own forward in its own attention implementation.
     before = fp32.config._attn_implementation
     hf.set_attention(fp32, "sdpa")
     truth, routed = _run(job, expected)

@@ -164,7 +164,7 @@ def bench(
         if hf:
             runner = Child("pilotage.bench.hf_runner", directory / "hf.log", [str(path), shared["dtype"]])
             arms.hf, arms.pids[HF] = HFArm(stack.enter_context(runner)), runner.pid
-        for name, options in _servers(shared, port, peer, peer_environment).items():
+        for name, options in servers(shared, port, peer, peer_environment).items():
             say(f"starting the server of {name}")
             server = stack.enter_context(launch.server(path, log=directory / f"{name}.log", **options))
             arms.keep(name, "start", {"seconds": server.start_s})
@@ -245,7 +245,7 @@ def _measure(arms: _Arms, chosen: list[Load], repeats: int, bar: Any) -> None:
                 arms.repeat(asked, SEED + repeat, keep=repeat > 0, step=step)
 
 
-def _servers(
+def servers(
     shared: dict[str, Any], port: int | None, peer: Peer | None, peer_environment: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """Return the arguments of `launch.server` for each server arm."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-# The weight that a forward of a tied model looked tokens up in, and the name of it that the head is to use.
-_shared: ContextVar[list[tuple[Tensor, Tensor]] | None] = ContextVar("shared weight", default=None)
+# Of the weight that a forward of a tied model looked tokens up in the name that the head is to use.
+_shared: ContextVar[dict[Tensor, Tensor] | None] = ContextVar("shared weight", default=None)
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def one_gradient(embedding: nn.Module, head: nn.Module) -> Iterator[None]:
     if not tied or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         yield
         return
-    before = _shared.set([])
+    before = _shared.set({})
     try:
         yield
     finally:
@@ -38,17 +38,13 @@ def for_lookup(weight: Tensor) -> tuple[Tensor, bool]:
     uses = _shared.get()
     if uses is None or isinstance(weight, DTensor) or not weight.requires_grad:
         return weight, False
-    looked_up, projected = _Shared.apply(weight)
-    uses[:] = [(weight, projected)]
+    looked_up, uses[weight] = _Shared.apply(weight)
     return looked_up, True
 
 
 def for_head(weight: Tensor) -> Tensor:
     """Return what the head multiplies by: the weight, by the name that shares its gradient if there is one."""
-    for owner, projected in _shared.get() or ():
-        if owner is weight:
-            return projected
-    return weight
+    return (_shared.get() or {}).get(weight, weight)
 
 
 class Head(nn.Linear):

@@ -175,7 +175,7 @@ def test_strided_queries_and_values() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (1, 1), (130, 63), (257, 640), (48, 100)])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 32), (1, 1), (130, 63), (257, 640), (48, 100), (37, 2100), (70, 4096)])
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 15, 16, 31, 33, 70])
 def test_linear(rows: int, outputs: int, inputs: int, bias: bool) -> None:
     torch.manual_seed(rows)
@@ -197,9 +197,13 @@ def test_linear_of_long_rows_is_summed_in_parts(inputs: int) -> None:
     torch.testing.assert_close(got.double(), x.double() @ weight.double().T, rtol=2**-8, atol=1e-4 * inputs**0.5)
 
 
-@pytest.mark.parametrize("several", [(32, 1, 2, 3, 5, 9, 17), (100, 33, 64, 99)])
-def test_linear_row_does_not_depend_on_the_batch(several: tuple[int, ...]) -> None:
-    x, weight = torch.randn(several[0], 640).bfloat16(), torch.randn(96, 640).bfloat16()
+# 1,024 and 4,096 columns: rows that lie a multiple of the cache's period apart; more than 2,048 are taken in runs.
+@pytest.mark.parametrize("inputs", [640, 1024, 2050, 4096, 4500])
+@pytest.mark.parametrize("outputs", [96, 35])
+@pytest.mark.parametrize("several", [(32, 1, 2, 3, 5, 9, 17, 31), (100, 33, 64, 99)])
+def test_linear_row_does_not_depend_on_the_batch(several: tuple[int, ...], outputs: int, inputs: int) -> None:
+    torch.manual_seed(inputs)
+    x, weight = torch.randn(several[0], inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
     with torch.no_grad(), NF.forced({"linear": "native"}):
         whole = NF.linear(x, weight)
         for rows in several[1:]:

@@ -35,17 +35,22 @@ T* writable(const Tensor& x) {
 
 Tensor rows_contiguous(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
-// Rows of x whose length is a multiple of 32: x itself, or a copy with zeros.
+constexpr int64_t kFewRows = kMostRowsOfX;  // up to here the weight is multiplied as it lies, from there on in panels
+constexpr int64_t kCachePeriod = 4096;      // bytes: rows that lie a multiple of it apart throw each other out of the nearest cache
+
+// Rows of x that can be read to a multiple of 32 columns: x itself, or a copy with zeros behind each row. A few rows are copied
+// too where they lie badly.
 template <typename T>
 struct PaddedRows {
   const T* rows;
-  int64_t k;
+  int64_t stride;
   std::vector<T> copy;
 
-  PaddedRows(const T* x, int64_t m, int64_t columns) : rows(x), k((columns + 31) / 32 * 32) {
-    if (k == columns) return;
-    copy.resize(m * k);
-    for (int64_t i = 0; i < m; ++i) std::memcpy(copy.data() + i * k, x + i * columns, columns * sizeof(T));
+  PaddedRows(const T* x, int64_t m, int64_t columns) : rows(x), stride((columns + 31) / 32 * 32) {
+    if (m > 1 && m <= kFewRows && stride * int64_t(sizeof(T)) % kCachePeriod == 0) stride += 32;
+    if (stride == columns) return;
+    copy.resize(m * stride);
+    for (int64_t i = 0; i < m; ++i) std::memcpy(copy.data() + i * stride, x + i * columns, columns * sizeof(T));
     rows = copy.data();
   }
 };
@@ -84,7 +89,6 @@ void for_wanted_rows(const Tensor& x, const std::optional<Tensor>& ends, const s
   }
 }
 
-constexpr int64_t kFewRows = 32;      // up to here the weight is multiplied as it lies, from there on in panels
 constexpr int64_t kLooksAhead = 256;  // up to here a panel takes little longer to fetch than to multiply
 constexpr int64_t kWorthPicking = 16;  // from this share of all products on, computing all in order is as fast
 constexpr int64_t kRowsInPart = 256;  // of x that meet a panel at least, so that laying it out stays cheap
@@ -106,7 +110,7 @@ void run_linear(const Tensor& x, int64_t m, const Tensor& weight, const std::opt
       share_blocks(panels * parts, m <= kLooksAhead, [&](int64_t at, int64_t after) {
         const int64_t first = at / parts * kPanelRows, rows = std::min<int64_t>(kPanelRows, n - first), part = at % parts;
         const int64_t from = part * m / parts, to = (part + 1) * m / parts;
-        multiply_panel(padded.rows + from * padded.k, to - from, padded.k, w + first * k, rows, k, after < 0 ? nullptr : w + after / parts * kPanelRows * k,
+        multiply_panel(padded.rows + from * padded.stride, to - from, padded.stride, w + first * k, rows, k, after < 0 ? nullptr : w + after / parts * kPanelRows * k,
                        [&](int64_t row, const f32x16* sums) { store_row(sums, b ? b + first : nullptr, rows, y + (from + row) * n + first); });
       });
       return;
@@ -116,7 +120,7 @@ void run_linear(const Tensor& x, int64_t m, const Tensor& weight, const std::opt
   const int64_t share = n / (4 * omp_get_max_threads()), block = std::clamp<int64_t>((share + 15) / 16 * 16, 16, kWeightRowsAtATime);
   share_blocks((n + block - 1) / block, true, [&](int64_t at, int64_t after) {
     const int64_t first = at * block;
-    linear_block<T>(padded.rows, w + first * k, b ? b + first : nullptr, y + first, m, std::min(block, n - first), k, padded.k, n,
+    linear_block<T>(padded.rows, w + first * k, b ? b + first : nullptr, y + first, m, std::min(block, n - first), k, padded.stride, n,
                     after < 0 ? nullptr : w + after * block * k);
   });
 }
@@ -147,7 +151,7 @@ void run_likely(const Tensor& x, int64_t m, const Tensor& weight, const Screen& 
   const PaddedRows<bf16> padded(pointer<bf16>(x), m, k);
   const bf16* w = pointer<bf16>(weight);
   bf16* const y = writable<bf16>(out);
-  const std::vector<std::vector<int32_t>> found = likely_rows(padded.rows, m, padded.k, screen);
+  const std::vector<std::vector<int32_t>> found = likely_rows(padded.rows, m, padded.stride, screen);
   std::vector<std::pair<int64_t, int64_t>> parts;  // a row of x, and the first of sixteen products of it
   for (int64_t i = 0; i < m; ++i) {
     const int64_t count = int64_t(found[i].size());
@@ -176,7 +180,7 @@ void run_likely(const Tensor& x, int64_t m, const Tensor& weight, const Screen& 
     const bf16* lines[16];
     for (int i = 0; i < 16; ++i) lines[i] = w + int64_t(found[row][at + std::min(i, count - 1)]) * k;
     alignas(64) bf16 rounded[16];
-    store16(rounded, dot_rows(padded.rows + row * padded.k, lines, k));
+    store16(rounded, dot_rows(padded.rows + row * padded.stride, lines, k));
     for (int i = 0; i < count; ++i) y[row * n + found[row][at + i]] = rounded[i];
   });
 }
@@ -206,11 +210,11 @@ void gated_block(const PaddedRows<bf16>& x, int64_t m, const bf16* gate, const b
   bf16* ups = gates + m * kPanelRows;
   if (m > kFewRows) {
     for (const auto& [w, bias, kept, after] : {std::tuple(gate, gate_bias, gates, up), std::tuple(up, up_bias, ups, next)}) {
-      multiply_panel(x.rows, m, x.k, w, rows, k, m <= kLooksAhead ? after : nullptr, [&](int64_t row, const f32x16* sums) { store_row(sums, bias, rows, kept + row * kPanelRows); });
+      multiply_panel(x.rows, m, x.stride, w, rows, k, m <= kLooksAhead ? after : nullptr, [&](int64_t row, const f32x16* sums) { store_row(sums, bias, rows, kept + row * kPanelRows); });
     }
   } else {
-    linear_block<bf16>(x.rows, gate, gate_bias, gates, m, rows, k, x.k, kPanelRows, up);
-    linear_block<bf16>(x.rows, up, up_bias, ups, m, rows, k, x.k, kPanelRows, next);
+    linear_block<bf16>(x.rows, gate, gate_bias, gates, m, rows, k, x.stride, kPanelRows, up);
+    linear_block<bf16>(x.rows, up, up_bias, ups, m, rows, k, x.stride, kPanelRows, next);
   }
   for (int64_t row = 0; row < m; ++row) {
     bf16* line = gates + row * kPanelRows;

@@ -147,7 +147,8 @@ inline void screen_tile(const Screen& screen, int64_t panel, const bf16* leading
   }
   const uint8_t* c = screen.codes + panel * groups * 4 * kScreenPanel;
   for (int64_t i = 0; i < groups; ++i) {
-    for (int line = 0; line < ahead_lines; ++line) __builtin_prefetch(ahead + (i * ahead_lines + line) * 64, 0, 2);
+    // Every second line: a core can ask for only so many at a time, and in a stream the processor sees the others coming.
+    for (int line = 0; line < ahead_lines; line += 2) __builtin_prefetch(ahead + (i * ahead_lines + line) * 64, 0, 2);
     for (int r = 0; r < MR; ++r) {
       int32_t four;
       std::memcpy(&four, codes + r * codes_stride + 4 * i, 4);

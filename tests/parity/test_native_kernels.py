@@ -178,7 +178,7 @@ def test_strided_queries_and_values() -> None:
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(64, 32), (1, 1), (130, 63), (257, 640), (48, 100), (37, 2100), (70, 4096)]
 )
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 15, 16, 31, 33, 70])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 15, 16, 33, 70, 96, 97, 130])
 def test_linear(rows: int, outputs: int, inputs: int, bias: bool) -> None:
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
@@ -193,7 +193,7 @@ def test_linear(rows: int, outputs: int, inputs: int, bias: bool) -> None:
 @pytest.mark.parametrize("inputs", [640, 2050, 4200])
 def test_linear_of_long_rows_is_summed_in_parts(inputs: int) -> None:
     torch.manual_seed(inputs)
-    x, weight = torch.randn(67, inputs).bfloat16(), torch.randn(70, inputs).bfloat16()
+    x, weight = torch.randn(107, inputs).bfloat16(), torch.randn(70, inputs).bfloat16()
     with torch.no_grad(), NF.forced({"linear": "native"}):
         got = NF.linear(x, weight)
     torch.testing.assert_close(got.double(), x.double() @ weight.double().T, rtol=2**-8, atol=1e-4 * inputs**0.5)
@@ -202,7 +202,7 @@ def test_linear_of_long_rows_is_summed_in_parts(inputs: int) -> None:
 # 1,024 and 4,096 columns: rows that lie a multiple of the cache's period apart; more than 2,048 are taken in runs.
 @pytest.mark.parametrize("inputs", [640, 1024, 2050, 4096, 4500])
 @pytest.mark.parametrize("outputs", [96, 35])
-@pytest.mark.parametrize("several", [(32, 1, 2, 3, 5, 9, 17, 31), (100, 33, 64, 99)])
+@pytest.mark.parametrize("several", [(96, 1, 2, 3, 5, 9, 17, 31, 64, 95), (200, 97, 128, 199)])
 def test_linear_row_does_not_depend_on_the_batch(several: tuple[int, ...], outputs: int, inputs: int) -> None:
     torch.manual_seed(inputs)
     x, weight = torch.randn(several[0], inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
@@ -214,7 +214,9 @@ def test_linear_row_does_not_depend_on_the_batch(several: tuple[int, ...], outpu
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("rows", "width", "hidden"), [(1, 96, 80), (8, 33, 130), (32, 64, 64), (50, 96, 200)])
+@pytest.mark.parametrize(
+    ("rows", "width", "hidden"), [(1, 96, 80), (8, 33, 130), (32, 64, 64), (50, 96, 200), (120, 96, 200)]
+)
 def test_mlp(rows: int, width: int, hidden: int, bias: bool, activation: str) -> None:
     torch.manual_seed(rows)
     x = torch.randn(rows, width).bfloat16() * 3
@@ -300,7 +302,7 @@ def test_a_models_last_layer_leaves_out_what_nobody_reads(tiny: Callable[..., Pa
             assert torch.equal(cache, other)
 
 
-@pytest.mark.parametrize("rows", [9, 64, 300, 700])
+@pytest.mark.parametrize("rows", [9, 64, 100, 300, 700])
 def test_many_rows_and_narrow_weights(rows: int) -> None:
     """Rows in several parts, blocks that are fetched ahead, k in several panels."""
     torch.manual_seed(rows)

@@ -1,4 +1,4 @@
-// Rows times a weight matrix as Hugging Face stores it, [out, in], from a dozen rows to thousands: what prefill spends its
+// Rows times a weight matrix as Hugging Face stores it, [out, in], from a hundred rows to thousands: what prefill spends its
 // time on.
 //
 // A thread takes 64 rows of the weight and lays them out as a panel in its second-level cache, pairs of k of the 64 side by

@@ -18,7 +18,7 @@ constexpr int64_t kPrefetch = 8192;
 
 constexpr int kTileRows = 4;             // rows of x, and of the weight, whose sixteen sums are in registers
 constexpr int64_t kColumnsInRun = 2048;  // of longer rows what is needed again would be out of the near caches by then
-constexpr int64_t kMostRowsOfX = 32;
+constexpr int64_t kMostRowsOfX = 96;     // of more, panels (gemm.h) are as fast
 
 // Writes sixteen sums: of MR rows of x and `rows_w` <= 16 / MR of the weight.
 template <typename T, int MR>
@@ -105,7 +105,7 @@ inline void add_run(const T* x, int64_t x_stride, const Run<T>& run, f32x16* kep
   }
 }
 
-// Four rows of the weight with 4 to 32 rows of x. The memory works while the sums do: what is fetched from `ahead` on, as much
+// Four rows of the weight with 4 to 96 rows of x. The memory works while the sums do: what is fetched from `ahead` on, as much
 // as these rows are, is divided among the passes over them.
 template <typename T>
 inline void linear_group(const T* x, int64_t x_stride, const T* w, const T* bias, T* out, int64_t m, int rows_w, int64_t k, int64_t out_stride, const T* ahead) {
@@ -146,7 +146,7 @@ inline void linear_group(const T* x, int64_t x_stride, const T* w, const T* bias
   }
 }
 
-// `rows_w` rows of the weight, a few at a time, with all rows of x, at most 32: what a weight's row is worth is done while
+// `rows_w` rows of the weight, a few at a time, with all rows of x, at most 96: what a weight's row is worth is done while
 // it is in the near caches. `next` follows the block in time; it is fetched at the block's end.
 template <typename T>
 void linear_rows(const T* x, int64_t x_stride, const T* w, const T* bias, T* out, int64_t m, int64_t rows_w, int64_t k, int64_t out_stride, const T* next) {

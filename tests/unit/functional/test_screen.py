@@ -70,10 +70,10 @@ def test_little_is_kept() -> None:
 
 
 def test_more_rows_than_are_multiplied_as_they_lie() -> None:
-    """Above 32 rows the whole product sums in another order; the kept logits are those of fewer rows."""
-    weight, x = head(3000, 128), inputs(50, 128)
+    """Above 96 rows the whole product sums in another order; the kept logits are those of fewer rows."""
+    weight, x = head(3000, 128), inputs(150, 128)
     got = screened(x, weight, NF.Screen(weight))
-    expected = torch.cat([whole(some, weight) for some in x.split(25)])
+    expected = torch.cat([whole(some, weight) for some in x.split(75)])
     assert torch.equal(got.argmax(-1), expected.argmax(-1))
 
 

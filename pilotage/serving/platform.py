@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import sys
@@ -52,7 +53,7 @@ class PilotagePlatform(Platform):
     @classmethod
     def pre_register_and_update(cls, parser: Any = None) -> None:
         """Set what must be in place before vLLM builds its configuration."""
-        _set_batch_defaults()
+        _set_engine_defaults()
         _print_own_errors_without_trace()
         if parser is not None and any(action.dest == "host" for action in parser._actions):
             parser.set_defaults(host="127.0.0.1")  # vLLM's own default is every interface of the machine
@@ -301,8 +302,8 @@ def require_known_architecture(architectures: list[str], model: str) -> bool:
     return False
 
 
-def _set_batch_defaults() -> None:
-    """Give vLLM batch defaults that suit a CPU; what the user states stays."""
+def _set_engine_defaults() -> None:
+    """Give vLLM defaults that suit this target; what the user states stays."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
@@ -314,6 +315,29 @@ def _set_batch_defaults() -> None:
         )
 
     EngineArgs.get_batch_defaults = classmethod(get_batch_defaults)
+    # The last default that is filled in before the configuration is made; there, "not stated" can still be seen.
+    fill_in = EngineArgs._set_default_max_num_seqs_and_batched_tokens_args
+    if getattr(fill_in, "_pilotage", False):
+        return
+
+    @functools.wraps(fill_in)
+    def fill_in_ours(self: Any, *args: Any, **kwargs: Any) -> None:
+        fill_in(self, *args, **kwargs)
+        if self.async_scheduling is None and _computes_where_it_schedules(self):
+            self.async_scheduling = False
+
+    fill_in_ours._pilotage = True  # type: ignore[attr-defined]
+    EngineArgs._set_default_max_num_seqs_and_batched_tokens_args = fill_in_ours
+
+
+def _computes_where_it_schedules(arguments: Any) -> bool:
+    """Whether the model runs in the scheduler's own process. There a step is over before the next one is scheduled:
+    scheduling ahead overlaps nothing, and vLLM would hold every token back until the next step is computed as well.
+    """
+    backend = arguments.distributed_executor_backend
+    if backend == "external_launcher":
+        return True
+    return backend in (None, "uni") and arguments.pipeline_parallel_size * arguments.tensor_parallel_size == 1
 
 
 def _print_own_errors_without_trace() -> None:

@@ -62,6 +62,18 @@ def test_requests_that_share_pages_written_in_the_same_step(served: tuple[Path, 
     check_tokens(outputs, [oracle(path).greedy(prompt, 6) for prompt in prompts])
 
 
+def test_a_token_is_told_by_the_step_that_computed_it(tiny: Callable[..., Path]) -> None:
+    """Not one step later, which would cost the first token of every request a decoding step of all the others."""
+    from vllm import SamplingParams
+
+    with launch.engine(tiny("gemma3"), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=4) as llm:
+        engine = llm.llm_engine
+        sampling = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+        engine.add_request("0", {"prompt_token_ids": [2, 5, 7, 11]}, sampling)
+        told = [[len(output.outputs[0].token_ids) for output in engine.step()] for _ in range(3)]
+    assert told == [[1], [2], [3]]
+
+
 @pytest.mark.parametrize(
     ("name", "async_scheduling"),
     [

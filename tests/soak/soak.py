@@ -35,7 +35,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 MAX_MODEL_LEN = 160
 VOCAB = 256
 PAGES = 40
-ENOUGH_TO_PREEMPT = 100  # requests; fewer may happen to fit
+SEQS = 6  # that run at once
 # Greedy answers may differ where the two best logits are closer than this: then both tokens are right.
 TIE = 1e-4
 TIMEOUT_S = 120.0
@@ -95,6 +95,26 @@ async def one(index: int, url: str, model: str, client: Any, draw: random.Random
         body |= draw.choice(BAD)
     if kind == "long":
         body["prompt"] = [7] * (MAX_MODEL_LEN + draw.randint(1, 400))
+    await send(f"{kind} request {index}", kind, url, body, client, draw, seen)
+
+
+async def crowd(url: str, model: str, client: Any, draw: random.Random, seen: Seen) -> None:
+    """Send as many requests as run at once, together, each with the longest answer: the pages do not suffice for them."""
+
+    async def longest(index: int) -> None:
+        prompt = [draw.randrange(4, VOCAB) for _ in range(8)]  # short, so that all are let in and then grow
+        body = {"model": model, "prompt": prompt, "max_tokens": MAX_MODEL_LEN - 8, "temperature": 0.0}
+        body |= {"ignore_eos": True, "return_token_ids": True}
+        seen.counts["greedy"] += 1
+        await send(f"long answer {index}", "greedy", url, body, client, draw, seen)
+
+    await asyncio.gather(*(longest(index) for index in range(SEQS)))
+
+
+async def send(
+    name: str, kind: str, url: str, body: dict[str, Any], client: Any, draw: random.Random, seen: Seen
+) -> None:
+    """Send a request and judge its answer."""
     start = time.monotonic()
     try:
         if kind in ("stream", "dropped"):
@@ -103,7 +123,7 @@ async def one(index: int, url: str, model: str, client: Any, draw: random.Random
             answer = await client.post(f"{url}/v1/completions", json=body)
             _judge(kind, body, answer, seen)
     except Exception as error:
-        seen.wrong.append(f"{kind} request {index}: {type(error).__name__}: {error}")
+        seen.wrong.append(f"{name}: {type(error).__name__}: {error}")
     seen.slowest_s = max(seen.slowest_s, time.monotonic() - start)
 
 
@@ -195,6 +215,7 @@ async def load(
                 if index % max(requests // 80, 1) == 0:
                     seen.rss.append(resident_bytes(pid))
 
+        await crowd(url, model, client, draw, seen)
         await asyncio.gather(*(guarded(index) for index in range(requests)))
         for _ in range(100):  # a dropped request leaves the scheduler in the step after
             text = (await client.get(f"{url}/metrics")).text
@@ -211,7 +232,7 @@ async def load(
         if done < seen.counts["greedy"] + seen.counts["sampled"] + seen.counts["stream"]:
             seen.wrong.append(f"/metrics counts only {done:.0f} finished requests")
         seen.metrics = {name: metric(text, f"vllm:{name}") for name in COUNTED[: 3 if drafts else 1]}
-        if requests >= ENOUGH_TO_PREEMPT and seen.metrics[COUNTED[0]] == 0:
+        if seen.metrics[COUNTED[0]] == 0:
             seen.wrong.append("no request was preempted: the load did not do what it should")
         if drafts and not 0 < seen.metrics[COUNTED[2]] < seen.metrics[COUNTED[1]]:
             seen.wrong.append(f"drafts did not both stand and fall: {seen.metrics}")
@@ -270,8 +291,8 @@ def run(
     from pilotage.serving import launch
 
     begin = time.monotonic()
-    buckets = {"num_batched_tokens_buckets": [MAX_MODEL_LEN], "num_seqs_buckets": [6]}
-    # Fewer pages than 6 long requests need: requests are preempted and come back.
+    buckets = {"num_batched_tokens_buckets": [MAX_MODEL_LEN], "num_seqs_buckets": [SEQS]}
+    # Fewer pages than the longest requests need together: requests are preempted and come back.
     arguments = ["--num-gpu-blocks-override", str(PAGES), "--disable-uvicorn-access-log"]
     if ngram:
         speculative = {"method": "ngram", "num_speculative_tokens": ngram, "prompt_lookup_min": 1}
@@ -284,7 +305,7 @@ def run(
             enforce_eager=not compiled,
             tensor_parallel_size=ranks,
             max_model_len=MAX_MODEL_LEN,
-            max_num_seqs=6,
+            max_num_seqs=SEQS,
             additional_config=buckets if compiled else None,
             arguments=arguments,
             log=Path(directory) / "server.log",

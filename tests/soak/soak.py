@@ -99,7 +99,7 @@ async def one(index: int, url: str, model: str, client: Any, draw: random.Random
 
 
 async def crowd(url: str, model: str, client: Any, draw: random.Random, seen: Seen) -> None:
-    """Send as many requests as run at once, together, each with the longest answer: the pages do not suffice for them."""
+    """Send as many requests as run at once, each with the longest answer: there are not pages enough for them."""
 
     async def longest(index: int) -> None:
         prompt = [draw.randrange(4, VOCAB) for _ in range(8)]  # short, so that all are let in and then grow

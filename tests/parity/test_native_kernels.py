@@ -178,7 +178,7 @@ def test_strided_queries_and_values() -> None:
 @pytest.mark.parametrize(
     ("outputs", "inputs"), [(64, 32), (1, 1), (130, 63), (257, 640), (48, 100), (37, 2100), (70, 4096)]
 )
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 15, 16, 33, 70, 96, 97, 130])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 15, 16, 31, 33, 70, 96, 97, 130])
 def test_linear(rows: int, outputs: int, inputs: int, bias: bool) -> None:
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()

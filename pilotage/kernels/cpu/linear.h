@@ -1,6 +1,6 @@
 // A few rows times a weight matrix as Hugging Face stores it, [out, in]: what decoding spends its time on.
 //
-// The weight is read once, in order, by all threads; the rows of x stay in the first-level cache. Sums are fp32.
+// The weight is read once, in order, by all threads; the rows of x stay in the near caches. Sums are fp32.
 #pragma once
 
 #include <algorithm>

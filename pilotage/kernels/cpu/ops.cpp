@@ -38,8 +38,8 @@ Tensor rows_contiguous(const Tensor& x) { return x.stride(-1) == 1 ? x : x.conti
 constexpr int64_t kFewRows = kMostRowsOfX;  // up to here the weight is multiplied as it lies, from there on in panels
 constexpr int64_t kCachePeriod = 4096;      // bytes: rows that lie a multiple of it apart throw each other out of the nearest cache
 
-// Rows of x that can be read to a multiple of 32 columns: x itself, or a copy with zeros behind each row. A few rows are copied
-// too where they lie badly.
+// Rows of x that can be read to a multiple of 32 columns: x itself, or a copy with zeros behind each row. A few rows that meet
+// the weight together are copied too where they lie badly.
 template <typename T>
 struct PaddedRows {
   const T* rows;
@@ -47,7 +47,7 @@ struct PaddedRows {
   std::vector<T> copy;
 
   PaddedRows(const T* x, int64_t m, int64_t columns) : rows(x), stride((columns + 31) / 32 * 32) {
-    if (m > 1 && m <= kFewRows && stride * int64_t(sizeof(T)) % kCachePeriod == 0) stride += 32;
+    if (m >= kTileRows && m <= kFewRows && stride * int64_t(sizeof(T)) % kCachePeriod == 0) stride += 32;
     if (stride == columns) return;
     copy.resize(m * stride);
     for (int64_t i = 0; i < m; ++i) std::memcpy(copy.data() + i * stride, x + i * columns, columns * sizeof(T));
